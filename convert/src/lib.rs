@@ -1,0 +1,2 @@
+//! How to bring a checkpoint in: readers, import, quantizers, writer.
+#![forbid(unsafe_code)]

@@ -1,0 +1,1 @@
+//! How to compute a model: the scalar oracle, the CPU kernels and the executor.

@@ -1,0 +1,2 @@
+//! The `quern` program.
+fn main() {}
