@@ -3,8 +3,14 @@
 //! Nothing here computes a model or knows a device; see ARCHITECTURE.md.
 
 pub mod dtype;
+pub mod family;
+pub mod format;
+pub mod map;
 pub mod p64;
 pub mod scheme;
+pub mod spec;
 
 pub use dtype::FloatType;
+pub use format::{FileWriter, FormatError, Meta, ModelFile, TensorInfo, TensorPlan};
 pub use scheme::{Layout, PANEL, Planes, Scheme, TensorView, ZeroKind};
+pub use spec::{Generation, ModelSpec};

@@ -1,0 +1,271 @@
+//! Opening a file: every byte of the header is checked before anything is believed.
+//!
+//! After `open`, every tensor the spec needs is there with the right shape, its bytes are in bounds
+//! and page-aligned, tensors do not overlap, and header and tensors cover the file exactly. Tensor
+//! bytes themselves are checked only by [`ModelFile::verify`]: opening must not read gigabytes.
+
+use std::{collections::HashMap, path::Path};
+
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+use super::{
+    FormatError, TensorInfo,
+    layout::{FIXED_LEN, Fixed, PAGE, SECTION_LEN, Section, SectionKind},
+};
+use crate::{
+    TensorView,
+    map::Mapped,
+    spec::{Generation, ModelSpec},
+};
+
+/// A mapped file and its parsed header.
+#[derive(Debug)]
+pub struct ModelFile {
+    map: Mapped,
+    header: Header,
+}
+
+/// Result of [`ModelFile::verify`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Verified {
+    /// Tensors whose hash was right.
+    pub tensors: usize,
+    /// Bytes hashed.
+    pub bytes: u64,
+}
+
+#[derive(Debug)]
+struct Header {
+    fixed: Fixed,
+    spec: ModelSpec,
+    generation: Generation,
+    provenance: serde_json::Value,
+    sections: Vec<Section>,
+    tensors: Vec<TensorInfo>,
+    by_name: HashMap<String, usize>,
+}
+
+impl ModelFile {
+    /// Maps and checks a file. Allocates for the parsed header only.
+    pub fn open(path: &Path) -> Result<ModelFile, FormatError> {
+        let map = Mapped::open(path).map_err(|source| FormatError::Io { path: path.into(), source })?;
+        let header = Header::parse(&map)?;
+        Ok(ModelFile { map, header })
+    }
+
+    /// Checks bytes as [`open`](Self::open) does, without a file: for tests and fuzzing.
+    pub fn check(bytes: &[u8]) -> Result<(), FormatError> {
+        Header::parse(bytes).map(drop)
+    }
+
+    /// The model as data.
+    pub fn spec(&self) -> &ModelSpec {
+        &self.header.spec
+    }
+
+    /// Recommended sampling and special tokens.
+    pub fn generation(&self) -> &Generation {
+        &self.header.generation
+    }
+
+    /// Where the file came from.
+    pub fn provenance(&self) -> &serde_json::Value {
+        &self.header.provenance
+    }
+
+    /// tokenizer.json, if the source had one.
+    pub fn tokenizer_json(&self) -> Option<&[u8]> {
+        self.section(SectionKind::Tokenizer)
+    }
+
+    /// The chat template's text, if the source had one.
+    pub fn chat_template(&self) -> Option<&str> {
+        let bytes = self.section(SectionKind::ChatTemplate)?;
+        Some(std::str::from_utf8(bytes).expect("parse() checked that the template is UTF-8"))
+    }
+
+    /// Every tensor, in file order.
+    pub fn tensors(&self) -> &[TensorInfo] {
+        &self.header.tensors
+    }
+
+    /// Length of the file, bytes.
+    pub fn file_len(&self) -> u64 {
+        self.header.fixed.file_len
+    }
+
+    /// Length of the header, bytes.
+    pub fn header_len(&self) -> u64 {
+        self.header.fixed.header_len
+    }
+
+    /// A tensor by name. Every tensor of [`ModelSpec::tensors`] is there.
+    pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
+        let info = &self.header.tensors[*self.header.by_name.get(name)?];
+        let (n, k) = info.shape();
+        let bytes = &self.map[info.offset as usize..(info.offset + info.len) as usize];
+        let view = TensorView::new(n as usize, k as usize, info.scheme, bytes);
+        Some(view.expect("read() checked that the planes fill the tensor's length"))
+    }
+
+    /// Asks the system to read the whole file ahead.
+    pub fn will_read(&self) {
+        self.map.will_read();
+    }
+
+    /// Hashes every tensor. The first difference is an error that names the tensor.
+    pub fn verify(&self) -> Result<Verified, FormatError> {
+        let mut bytes = self.header.fixed.header_len;
+        for info in &self.header.tensors {
+            let owned = &self.map[info.offset as usize..(info.offset + info.owned()) as usize];
+            let got = xxh3_64(owned);
+            if got != info.hash {
+                return Err(FormatError::Hash { what: format!("tensor {}", info.name), expected: info.hash, got });
+            }
+            bytes += info.owned();
+        }
+        Ok(Verified { tensors: self.header.tensors.len(), bytes })
+    }
+
+    fn section(&self, kind: SectionKind) -> Option<&[u8]> {
+        let s = self.header.sections.iter().find(|s| s.kind == kind)?;
+        Some(&self.map[s.offset as usize..(s.offset + s.len) as usize])
+    }
+}
+
+impl Header {
+    fn parse(bytes: &[u8]) -> Result<Header, FormatError> {
+        let fixed = Fixed::read(bytes)?;
+        let header = &bytes[..fixed.header_len as usize];
+        let got = header_hash(header);
+        if got != fixed.header_hash {
+            return Err(FormatError::Hash { what: "the header".into(), expected: fixed.header_hash, got });
+        }
+        let (sections, used) = read_sections(header, fixed.sections)?;
+        let part = |kind: SectionKind| {
+            let s = sections.iter().find(|s| s.kind == kind);
+            s.map(|s| &header[s.offset as usize..(s.offset + s.len) as usize])
+        };
+        let need = |kind: SectionKind| part(kind).ok_or_else(|| FormatError::field("sections", kind.name(), "none"));
+        let json = |section, source| FormatError::Json { section, source };
+        let spec: ModelSpec = serde_json::from_slice(need(SectionKind::Spec)?).map_err(|e| json("model spec", e))?;
+        spec.check()?;
+        let generation =
+            serde_json::from_slice(need(SectionKind::Generation)?).map_err(|e| json("generation defaults", e))?;
+        let provenance = serde_json::from_slice(need(SectionKind::Provenance)?).map_err(|e| json("provenance", e))?;
+        if part(SectionKind::ChatTemplate).is_some_and(|t| std::str::from_utf8(t).is_err()) {
+            return Err(FormatError::field("chat template", "UTF-8", "other bytes"));
+        }
+        let tensors = read_tensors(need(SectionKind::Tensors)?, fixed.tensors)?;
+        if header[used..].iter().any(|&b| b != 0) {
+            return Err(FormatError::field("bytes after the last section", "zeros", "other bytes"));
+        }
+        check_cover(&tensors, fixed)?;
+        let mut by_name = HashMap::with_capacity(tensors.len());
+        for (i, t) in tensors.iter().enumerate() {
+            if by_name.insert(t.name.clone(), i).is_some() {
+                return Err(FormatError::field("tensor names", "each once", format!("{} twice", t.name)));
+            }
+        }
+        for need in spec.tensors() {
+            let info = by_name.get(&need.name).map(|&i| &tensors[i]);
+            let got = info.map_or("no such tensor".to_string(), |t| format!("{:?}", t.dims));
+            if info.is_none_or(|t| t.dims != need.dims) {
+                return Err(FormatError::Tensor {
+                    tensor: need.name,
+                    field: "shape",
+                    expected: format!("{:?}", need.dims),
+                    got,
+                });
+            }
+        }
+        Ok(Header { fixed, spec, generation, provenance, sections, tensors, by_name })
+    }
+}
+
+/// xxh3-64 of a header with its own hash field taken as zero.
+pub(super) fn header_hash(header: &[u8]) -> u64 {
+    let mut hash = Xxh3::new();
+    hash.update(&header[..FIXED_LEN - 8]);
+    hash.update(&[0; 8]);
+    hash.update(&header[FIXED_LEN..]);
+    hash.digest()
+}
+
+/// Reads the section table; sections must follow it without gaps, each kind at most once.
+fn read_sections(header: &[u8], count: u32) -> Result<(Vec<Section>, usize), FormatError> {
+    if count as usize > SectionKind::ALL.len() {
+        return Err(FormatError::field("number of sections", "at most 6", count));
+    }
+    let table_end = FIXED_LEN + count as usize * SECTION_LEN;
+    let table = header.get(FIXED_LEN..table_end).ok_or(FormatError::Short {
+        what: "the section table",
+        expected: table_end as u64,
+        got: header.len() as u64,
+    })?;
+    let mut at = table_end as u64;
+    let mut sections: Vec<Section> = Vec::with_capacity(count as usize);
+    for record in table.chunks_exact(SECTION_LEN) {
+        let s = Section::read(record)?;
+        if sections.iter().any(|o| o.kind == s.kind) {
+            return Err(FormatError::field("sections", "each once", format!("{} twice", s.kind.name())));
+        }
+        if s.offset != at {
+            return Err(FormatError::field("section offset", at, s.offset));
+        }
+        at = at.checked_add(s.len).filter(|&end| end <= header.len() as u64).ok_or(FormatError::Short {
+            what: s.kind.name(),
+            expected: s.len,
+            got: header.len() as u64 - at,
+        })?;
+        sections.push(s);
+    }
+    Ok((sections, at as usize))
+}
+
+fn read_tensors(mut table: &[u8], count: u32) -> Result<Vec<TensorInfo>, FormatError> {
+    // A record has at least 49 bytes, so a hostile count cannot make us allocate more than the file has.
+    if count as usize > table.len() / 49 {
+        return Err(FormatError::Short {
+            what: "the tensor table",
+            expected: count as u64 * 49,
+            got: table.len() as u64,
+        });
+    }
+    let mut tensors = Vec::with_capacity(count as usize);
+    for _ in 0..count {
+        tensors.push(TensorInfo::read(&mut table)?);
+    }
+    if !table.is_empty() {
+        return Err(FormatError::field("bytes after the last tensor record", 0, table.len()));
+    }
+    Ok(tensors)
+}
+
+/// Tensors must follow the header and each other page by page and end with the file.
+fn check_cover(tensors: &[TensorInfo], fixed: Fixed) -> Result<(), FormatError> {
+    let mut at = fixed.header_len;
+    for t in tensors {
+        if t.offset != at {
+            return Err(FormatError::Tensor {
+                tensor: t.name.clone(),
+                field: "offset",
+                expected: at.to_string(),
+                got: t.offset.to_string(),
+            });
+        }
+        let owned = t.len.checked_next_multiple_of(PAGE);
+        at = owned.and_then(|o| at.checked_add(o)).filter(|&end| end <= fixed.file_len).ok_or_else(|| {
+            FormatError::Tensor {
+                tensor: t.name.clone(),
+                field: "length in bytes",
+                expected: format!("at most {}", fixed.file_len - at),
+                got: t.len.to_string(),
+            }
+        })?;
+    }
+    if at != fixed.file_len {
+        return Err(FormatError::field("end of the last tensor", fixed.file_len, at));
+    }
+    Ok(())
+}

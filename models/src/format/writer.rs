@@ -1,0 +1,232 @@
+//! Writing a file: tensors are streamed once, the header is filled in at the end.
+//!
+//! Everything goes to a temporary sibling that takes the final name only when complete and on disk,
+//! so an existing file is never damaged, not even under a process that has it mapped.
+
+use std::{
+    fs::{self, File},
+    io::{self, Seek, SeekFrom, Write},
+    path::{Path, PathBuf},
+};
+
+use xxhash_rust::xxh3::Xxh3;
+
+use super::{
+    FormatError, TensorInfo,
+    layout::{FIXED_LEN, Fixed, MAX_NAME, PAGE, SECTION_LEN, Section, SectionKind},
+    reader::header_hash,
+};
+use crate::{
+    Scheme,
+    spec::{Generation, ModelSpec},
+};
+
+/// Everything of a file but the tensors.
+#[derive(Debug, Clone)]
+pub struct Meta {
+    /// The model as data.
+    pub spec: ModelSpec,
+    /// tokenizer.json.
+    pub tokenizer: Option<Vec<u8>>,
+    /// Chat template.
+    pub chat_template: Option<String>,
+    /// Recommended sampling and special tokens.
+    pub generation: Generation,
+    /// Where the file comes from: source, method, tools, licence.
+    pub provenance: serde_json::Value,
+}
+
+/// A tensor to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorPlan {
+    /// Name; see [`crate::spec`].
+    pub name: String,
+    /// `[n, k]` or `[n]`.
+    pub dims: Vec<u64>,
+    /// What the numbers are.
+    pub scheme: Scheme,
+}
+
+/// Writes one file; see the module's text. Dropped before [`finish`](Self::finish), it leaves nothing.
+#[derive(Debug)]
+pub struct FileWriter {
+    file: io::BufWriter<File>,
+    temp: PathBuf,
+    path: PathBuf,
+    header: Vec<u8>,
+    /// Where the tensor table starts in `header`.
+    table_at: usize,
+    tensors: Vec<TensorInfo>,
+    /// Tensors written so far.
+    written: usize,
+    done: bool,
+}
+
+impl FileWriter {
+    /// Plans the whole file and reserves the header.
+    pub fn create(path: &Path, meta: &Meta, plans: Vec<TensorPlan>) -> Result<FileWriter, FormatError> {
+        meta.spec.check()?;
+        let tensors = plan_tensors(plans)?;
+        let json = |section, value: Result<Vec<u8>, serde_json::Error>| {
+            value.map_err(|source| FormatError::Json { section, source })
+        };
+        let mut table = vec![];
+        tensors.iter().for_each(|t| t.encode(&mut table));
+        let mut parts = vec![(SectionKind::Spec, json("model spec", serde_json::to_vec(&meta.spec))?)];
+        parts.extend(meta.tokenizer.clone().map(|t| (SectionKind::Tokenizer, t)));
+        parts.extend(meta.chat_template.clone().map(|t| (SectionKind::ChatTemplate, t.into_bytes())));
+        parts.push((SectionKind::Generation, json("generation defaults", serde_json::to_vec(&meta.generation))?));
+        parts.push((SectionKind::Provenance, json("provenance", serde_json::to_vec(&meta.provenance))?));
+        parts.push((SectionKind::Tensors, table));
+
+        let mut header = vec![0; FIXED_LEN];
+        let mut at = (FIXED_LEN + parts.len() * SECTION_LEN) as u64;
+        for (kind, bytes) in &parts {
+            Section { kind: *kind, offset: at, len: bytes.len() as u64 }.encode(&mut header);
+            at += bytes.len() as u64;
+        }
+        let mut table_at = 0;
+        for (_, bytes) in &parts {
+            table_at = header.len();
+            header.extend_from_slice(bytes);
+        }
+        header.resize(header.len().next_multiple_of(PAGE as usize), 0);
+
+        let mut at = header.len() as u64;
+        let mut tensors = tensors;
+        for t in &mut tensors {
+            t.offset = at;
+            at += t.owned();
+        }
+        let fixed = Fixed {
+            required: 0,
+            optional: 0,
+            header_len: header.len() as u64,
+            file_len: at,
+            sections: parts.len() as u32,
+            tensors: tensors.len() as u32,
+            header_hash: 0,
+        };
+        fixed.encode(&mut header);
+
+        let temp = sibling(path);
+        let io_error = |source| FormatError::Io { path: temp.clone(), source };
+        let file = File::options().read(true).write(true).create_new(true).open(&temp).map_err(io_error)?;
+        let mut writer = FileWriter {
+            file: io::BufWriter::with_capacity(1 << 20, file),
+            temp: temp.clone(),
+            path: path.into(),
+            header,
+            table_at,
+            tensors,
+            written: 0,
+            done: false,
+        };
+        // The header's place stays zero until finish(): an interrupted file cannot be taken for a whole one.
+        let zeros = vec![0; writer.header.len()];
+        writer.file.write_all(&zeros).map_err(io_error)?;
+        Ok(writer)
+    }
+
+    /// Writes the next tensor of the plan: all its planes, as [`Scheme::planes`] places them.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), FormatError> {
+        let Some(info) = self.tensors.get_mut(self.written) else {
+            return Err(FormatError::field("tensors written", self.written, self.written + 1));
+        };
+        if bytes.len() as u64 != info.len {
+            return Err(FormatError::Tensor {
+                tensor: info.name.clone(),
+                field: "bytes written",
+                expected: info.len.to_string(),
+                got: bytes.len().to_string(),
+            });
+        }
+        let padding = [0u8; PAGE as usize];
+        let padding = &padding[..(info.owned() - info.len) as usize];
+        let mut hash = Xxh3::new();
+        hash.update(bytes);
+        hash.update(padding);
+        info.hash = hash.digest();
+        let io_error = |source| FormatError::Io { path: self.temp.clone(), source };
+        self.file.write_all(bytes).map_err(io_error)?;
+        self.file.write_all(padding).map_err(io_error)?;
+        self.written += 1;
+        Ok(())
+    }
+
+    /// Fills in the header and flushes: the temporary file is now complete and can be opened for checks.
+    pub fn seal(&mut self) -> Result<&Path, FormatError> {
+        if self.written != self.tensors.len() {
+            return Err(FormatError::field("tensors written", self.tensors.len(), self.written));
+        }
+        let mut table = vec![];
+        self.tensors.iter().for_each(|t| t.encode(&mut table));
+        self.header[self.table_at..self.table_at + table.len()].copy_from_slice(&table);
+        let hash = header_hash(&self.header);
+        self.header[FIXED_LEN - 8..FIXED_LEN].copy_from_slice(&hash.to_le_bytes());
+        let io_error = |source| FormatError::Io { path: self.temp.clone(), source };
+        self.file.seek(SeekFrom::Start(0)).map_err(io_error)?;
+        self.file.write_all(&self.header).map_err(io_error)?;
+        self.file.flush().map_err(io_error)?;
+        Ok(&self.temp)
+    }
+
+    /// Seals, writes through to the disk and gives the file its name.
+    pub fn finish(mut self) -> Result<(), FormatError> {
+        self.seal()?;
+        self.file.get_ref().sync_all().map_err(|source| FormatError::Io { path: self.temp.clone(), source })?;
+        fs::rename(&self.temp, &self.path).map_err(|source| FormatError::Io { path: self.path.clone(), source })?;
+        self.done = true;
+        Ok(())
+    }
+}
+
+impl Drop for FileWriter {
+    fn drop(&mut self) {
+        if !self.done {
+            // Nothing to do about a failure here: the caller already has an error to report.
+            let _ = fs::remove_file(&self.temp);
+        }
+    }
+}
+
+fn plan_tensors(plans: Vec<TensorPlan>) -> Result<Vec<TensorInfo>, FormatError> {
+    let mut tensors = Vec::with_capacity(plans.len());
+    for plan in plans {
+        let bad = |field, expected: String, got: String| FormatError::Tensor {
+            tensor: plan.name.clone(),
+            field,
+            expected,
+            got,
+        };
+        if plan.name.is_empty() || plan.name.len() > MAX_NAME {
+            return Err(bad("length of the name", format!("1 to {MAX_NAME}"), plan.name.len().to_string()));
+        }
+        let (n, k) = match plan.dims[..] {
+            [n, k] if n > 0 && k > 0 => (n, k),
+            [n] if n > 0 => (1, n),
+            _ => return Err(bad("dimensions", "one or two, none zero".into(), format!("{:?}", plan.dims))),
+        };
+        let planes = plan.scheme.planes(n, k);
+        let len =
+            planes.ok_or_else(|| bad("shape", "a size below 2^64 bytes".into(), format!("{:?}", plan.dims)))?.total;
+        let layout = plan.scheme.layout();
+        tensors.push(TensorInfo {
+            name: plan.name,
+            dims: plan.dims,
+            scheme: plan.scheme,
+            layout,
+            offset: 0,
+            len,
+            hash: 0,
+        });
+    }
+    Ok(tensors)
+}
+
+/// A name beside `path` that no other conversion uses.
+fn sibling(path: &Path) -> PathBuf {
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(format!(".{}.part", std::process::id()));
+    path.with_file_name(name)
+}
