@@ -1,2 +1,7 @@
-//! How to run a model: text, sampling, engine, commands.
+//! How to run a model: text, scheduler, engine, commands.
 #![forbid(unsafe_code)]
+
+pub mod cli;
+pub mod engine;
+pub mod sched;
+pub mod text;

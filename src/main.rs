@@ -1,2 +1,27 @@
-//! The `quern` program.
-fn main() {}
+//! The `quern` program: parses the command line, runs the command, prints an error's whole chain once.
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    match quern::cli::main(quern::cli::Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let mut text = error.to_string();
+            let mut cause = error.source();
+            while let Some(e) = cause {
+                let next = e.to_string();
+                // Some errors repeat their cause in their own text.
+                if !text.contains(&next) {
+                    text += ": ";
+                    text += &next;
+                }
+                cause = e.source();
+            }
+            eprintln!("quern: {text}");
+            ExitCode::FAILURE
+        }
+    }
+}

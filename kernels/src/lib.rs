@@ -1,1 +1,7 @@
 //! How to compute a model: the scalar oracle, the CPU kernels and the executor.
+pub mod sample;
+
+pub mod cpu;
+pub mod exec;
+pub mod reference;
+pub mod team;

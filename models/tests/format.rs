@@ -1,5 +1,7 @@
 //! The file format: round trip, golden bytes, and damage of every kind.
 
+#![allow(clippy::unwrap_used)]
+
 use std::{fs, path::PathBuf};
 
 use quern_models::{

@@ -101,11 +101,21 @@ impl ModelFile {
 
     /// A tensor by name. Every tensor of [`ModelSpec::tensors`] is there.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
-        let info = &self.header.tensors[*self.header.by_name.get(name)?];
+        Some(self.view(self.index(name)?))
+    }
+
+    /// Index of a tensor in [`tensors`](Self::tensors).
+    pub fn index(&self, name: &str) -> Option<usize> {
+        self.header.by_name.get(name).copied()
+    }
+
+    /// A tensor by its index: cheap enough to be asked at every use.
+    pub fn view(&self, index: usize) -> TensorView<'_> {
+        let info = &self.header.tensors[index];
         let (n, k) = info.shape();
         let bytes = &self.map[info.offset as usize..(info.offset + info.len) as usize];
         let view = TensorView::new(n as usize, k as usize, info.scheme, bytes);
-        Some(view.expect("read() checked that the planes fill the tensor's length"))
+        view.expect("read() checked that the planes fill the tensor's length")
     }
 
     /// Asks the system to read the whole file ahead.

@@ -1,0 +1,185 @@
+//! What a quantizer says about its checkpoint: a hint to check against, and what we refuse by name.
+
+use serde_json::Value;
+
+use crate::ConvertError;
+
+/// How integers are packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Method {
+    /// AutoGPTQ, GPTQModel, AutoRound: codes packed along the columns of W.
+    Gptq,
+    /// AutoAWQ `gemm`: codes packed along the rows of W.
+    Awq,
+}
+
+impl Method {
+    /// Name as configs write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Method::Gptq => "gptq",
+            Method::Awq => "awq",
+        }
+    }
+}
+
+/// A quantizer's config, its many spellings reduced to one.
+#[derive(Debug, Clone, Default)]
+pub struct Hint {
+    /// File it stands in.
+    pub file: String,
+    /// Method claimed.
+    pub method: Option<Method>,
+    /// Bits claimed.
+    pub bits: Option<u64>,
+    /// Columns of a group claimed; `None` also for one group per row (-1).
+    pub group: Option<usize>,
+    /// Symmetric claimed.
+    pub sym: Option<bool>,
+    /// Zero-points are stored as they are (`gptq_v2` and later), not reduced by one (`gptq`).
+    pub zeros_as_stored: bool,
+    /// Modules may differ from the above.
+    pub per_module: bool,
+    /// Tools and versions.
+    pub tools: Vec<String>,
+}
+
+impl Hint {
+    /// Reads a config; refuses formats this version does not import.
+    pub fn new(file: &str, config: &Value) -> Result<Hint, ConvertError> {
+        let get = |keys: &[&str]| keys.iter().find_map(|k| config.get(k).filter(|v| !v.is_null()));
+        let text = |keys: &[&str]| get(keys).and_then(Value::as_str).map(str::to_lowercase);
+        let flag = |keys: &[&str]| get(keys).and_then(Value::as_bool);
+        let said = text(&["quant_method", "method", "quantization_method"]);
+        let format = text(&["checkpoint_format", "format", "version"]).unwrap_or_default();
+        let packing = text(&["packing_format"]).unwrap_or_default();
+        let refuse = |found: &str, next: &str| {
+            Err(ConvertError::unsupported(format!("{file}: quantization format {found}"), next))
+        };
+        for name in [said.as_deref().unwrap_or_default(), &format, &packing] {
+            if let Some((found, next)) = refused(name) {
+                return refuse(found, next);
+            }
+        }
+        if flag(&["is_marlin_format"]) == Some(true) {
+            return refuse("marlin", PLAIN);
+        }
+        if text(&["backend"]).is_some_and(|b| b == "llm-awq") {
+            return refuse("llm-awq", GEMM);
+        }
+        for key in ["rotation", "rotation_config", "adapter"] {
+            if get(&[key]).is_some_and(|v| v.as_str() != Some("")) {
+                return refuse(&format!("with {key}"), "the runtime would have to apply it; quantize again without it");
+            }
+        }
+        if let Some(pack) = text(&["pack_dtype"]).filter(|p| p != "int32" && p != "torch.int32") {
+            return refuse(&format!("packed in {pack}"), "quantize again with pack_dtype int32");
+        }
+        let method = match said.as_deref() {
+            Some("gptq") => Some(Method::Gptq),
+            Some("awq") => Some(Method::Awq),
+            Some("auto-round" | "intel/auto-round" | "autoround") => {
+                Some(if packing.contains("awq") { Method::Awq } else { Method::Gptq })
+            }
+            None => None,
+            Some(other) => return refuse(other, "this version imports GPTQ and AWQ checkpoints, float ones and GGUF"),
+        };
+        if method == Some(Method::Awq) && !["", "gemm"].contains(&format.as_str()) {
+            return refuse(&format!("awq {format}"), GEMM);
+        }
+        let auto_round = said.is_some_and(|s| s.contains("round")) && packing != "auto_round:auto_gptq";
+        let group = get(&["group_size", "q_group_size"]).and_then(Value::as_i64);
+        let tools = config.get("meta").and_then(|m| m.get("quantizer")).or(config.get("autoround_version"));
+        Ok(Hint {
+            file: file.into(),
+            method,
+            bits: get(&["bits", "w_bit", "wbits"]).and_then(Value::as_u64),
+            group: group.and_then(|g| usize::try_from(g).ok()).filter(|&g| g > 0),
+            sym: flag(&["sym"]).or(flag(&["zero_point"]).map(|z| !z)),
+            zeros_as_stored: format == "gptq_v2" || auto_round,
+            per_module: ["dynamic", "extra_config"].iter().any(|k| get(&[k]).is_some_and(filled)),
+            tools: tools.map(texts).unwrap_or_default(),
+        })
+    }
+}
+
+fn filled(value: &Value) -> bool {
+    value.as_object().is_none_or(|o| !o.is_empty()) && value.as_array().is_none_or(|a| !a.is_empty())
+}
+
+fn texts(value: &Value) -> Vec<String> {
+    match value {
+        Value::String(s) => vec![s.clone()],
+        Value::Array(a) => a.iter().filter_map(Value::as_str).map(String::from).collect(),
+        _ => vec![],
+    }
+}
+
+const PLAIN: &str = "take the model's ordinary GPTQ or AWQ (gemm) version, or convert the float checkpoint with --quant int4";
+const GEMM: &str = "this version imports AWQ in the gemm layout; take the gemm version, or convert the float checkpoint with --quant int4";
+const LATER: &str = "its import comes with a later version; take a GPTQ or AWQ (gemm) version, or convert the float checkpoint with --quant int4";
+
+/// Formats refused by name, as `quant_method`, `format` or `packing_format` spell them.
+fn refused(name: &str) -> Option<(&'static str, &'static str)> {
+    const EXACT: &[(&str, &str)] = &[
+        ("bitsandbytes", LATER), ("bitsandbytes_4bit", LATER), ("bitsandbytes_8bit", LATER), ("bnb", LATER), ("hqq", PLAIN),
+        ("aqlm", PLAIN), ("vptq", PLAIN), ("exl2", PLAIN), ("exl3", PLAIN), ("spqr", PLAIN), ("quip", PLAIN),
+        ("quip#", PLAIN), ("eetq", PLAIN), ("higgs", PLAIN), ("quanto", PLAIN), ("torchao", PLAIN), ("bitnet", PLAIN),
+        ("marlin", PLAIN), ("marlin24", PLAIN), ("gptq_marlin", PLAIN), ("awq_marlin", PLAIN), ("bitblas", PLAIN), ("ipex", PLAIN),
+        ("gptq_p", PLAIN), ("paroquant", PLAIN), ("sinq", PLAIN), ("qqq", PLAIN), ("compressed-tensors", LATER),
+        ("compressed_tensors", LATER), ("fp8", LATER), ("fbgemm_fp8", LATER), ("modelopt", LATER), ("modelopt_fp4", LATER),
+        ("mxfp4", LATER), ("nvfp4", LATER), ("gemv", GEMM), ("gemv_fast", GEMM), ("llm-awq", GEMM),
+    ];
+    let found = EXACT.iter().find(|(n, _)| *n == name).copied();
+    // auto_round:fp8, auto_round:llm_compressor, ...
+    let nested = name.split_once(':').filter(|(_, rest)| !["auto_gptq", "auto_awq", "gptqmodel"].contains(rest));
+    found.or(nested.map(|_| ("auto_round with another packing", LATER)))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn spellings_of_all_years_are_one() {
+        let hint = |v| Hint::new("c", &v).unwrap();
+        let old = hint(json!({"wbits": 4, "q_group_size": 128, "zero_point": true, "quant_method": "awq", "version": "GEMM"}));
+        assert_eq!((old.bits, old.group, old.sym, old.method), (Some(4), Some(128), Some(false), Some(Method::Awq)));
+        let new = hint(json!({"bits": 8, "group_size": -1, "sym": true, "quant_method": "gptq", "checkpoint_format": "gptq_v2",
+            "meta": {"quantizer": ["gptqmodel:7.7.0"]}, "dynamic": {}}));
+        assert_eq!((new.bits, new.group, new.zeros_as_stored, new.per_module), (Some(8), None, true, false));
+        assert_eq!(new.tools, ["gptqmodel:7.7.0"]);
+        let round = hint(json!({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4}));
+        assert_eq!((round.method, round.zeros_as_stored), (Some(Method::Gptq), false));
+        assert!(hint(json!({"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"})).zeros_as_stored);
+    }
+
+    #[test]
+    fn other_formats_are_refused_by_name() {
+        let cases = [
+            (json!({"quant_method": "bitsandbytes", "load_in_4bit": true}), "bitsandbytes"),
+            (json!({"quant_method": "hqq"}), "hqq"),
+            (json!({"quant_method": "aqlm"}), "aqlm"),
+            (json!({"quant_method": "vptq"}), "vptq"),
+            (json!({"quant_method": "exl2"}), "exl2"),
+            (json!({"quant_method": "exl3"}), "exl3"),
+            (json!({"quant_method": "gptq", "checkpoint_format": "marlin"}), "marlin"),
+            (json!({"quant_method": "gptq", "is_marlin_format": true}), "marlin"),
+            (json!({"quant_method": "gptq", "format": "gptq_p"}), "gptq_p"),
+            (json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}), "compressed-tensors"),
+            (json!({"quant_method": "fp8"}), "fp8"),
+            (json!({"quant_method": "awq", "version": "gemv"}), "gemv"),
+            (json!({"quant_method": "awq", "version": "gemv_fast"}), "gemv_fast"),
+            (json!({"quant_method": "gptq", "pack_dtype": "int16"}), "int16"),
+            (json!({"quant_method": "gptq", "rotation": "hadamard"}), "rotation"),
+            (json!({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}), "auto_round"),
+            (json!({"quant_method": "something"}), "something"),
+        ];
+        for (config, name) in cases {
+            let text = Hint::new("config.json", &config).unwrap_err().to_string();
+            assert!(text.contains(name) && text.contains("config.json"), "{config}: {text}");
+        }
+    }
+}

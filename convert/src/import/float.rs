@@ -1,0 +1,83 @@
+//! Float tensors: kept in their type, or rounded to f16.
+
+use std::borrow::Cow;
+
+use half::f16;
+use quern_models::FloatType;
+
+use crate::{
+    ConvertError,
+    source::{Dtype, RawTensor, Rows},
+};
+
+/// A float matrix `[n, k]`; a vector is one row.
+#[derive(Debug, Clone)]
+pub struct Floats<'a> {
+    /// Rows.
+    pub n: usize,
+    /// Columns.
+    pub k: usize,
+    /// Type in the source.
+    pub kind: FloatType,
+    bytes: &'a [u8],
+    rows: Rows,
+}
+
+impl<'a> Floats<'a> {
+    /// Checks type and shape; `shape` is `[n, k]` or `[n]`.
+    pub fn new(name: &str, raw: &RawTensor<'a>, shape: &[usize]) -> Result<Self, ConvertError> {
+        if raw.shape.iter().map(|&d| d as usize).ne(shape.iter().copied()) {
+            let got = format!("{:?}; the checkpoint is not what its config says", raw.shape);
+            return Err(ConvertError::tensor(name, "shape", format!("{shape:?}"), got));
+        }
+        let Dtype::Float(kind) = raw.dtype else {
+            let got = format!("{}; save the checkpoint in one of these", raw.dtype.name());
+            return Err(ConvertError::tensor(name, "type", "f32, f16 or bf16", got));
+        };
+        let (n, k) = match *shape {
+            [n, k] => (n, k),
+            [n] if raw.rows == Rows::InOrder => (1, n),
+            _ => (shape.iter().product(), 1),
+        };
+        Ok(Floats { n, k, kind, bytes: raw.bytes, rows: raw.rows })
+    }
+
+    /// Element of a row.
+    #[inline]
+    pub fn at(&self, row: usize, col: usize) -> f32 {
+        self.kind.read(self.bytes, self.rows.stored(row) * self.k + col)
+    }
+
+    /// Bytes of a row.
+    pub fn row(&self, row: usize) -> &'a [u8] {
+        let size = self.k * self.kind.size();
+        &self.bytes[self.rows.stored(row) * size..][..size]
+    }
+
+    /// The elements as they are, in order.
+    pub fn kept(&self) -> Cow<'a, [u8]> {
+        match self.rows {
+            Rows::InOrder => Cow::Borrowed(self.bytes),
+            Rows::Interleaved { .. } => {
+                Cow::Owned((0..self.n).flat_map(|r| self.row(r)).copied().collect())
+            }
+        }
+    }
+
+    /// The elements rounded to f16. Values beyond its range are an error.
+    pub fn rounded(&self, name: &str) -> Result<Vec<u8>, ConvertError> {
+        let mut out = Vec::with_capacity(self.n * self.k * 2);
+        for row in 0..self.n {
+            for col in 0..self.k {
+                let x = self.at(row, col);
+                let h = f16::from_f32(x);
+                if !h.is_finite() {
+                    let got = format!("{x} at [{row}, {col}]; keep the type with --quant keep");
+                    return Err(ConvertError::tensor(name, "weights", "numbers that f16 can hold (up to 65504)", got));
+                }
+                out.extend_from_slice(&h.to_le_bytes());
+            }
+        }
+        Ok(out)
+    }
+}

@@ -1,0 +1,147 @@
+//! Comparing a written tensor with its source, element by element.
+//!
+//! The file is read through the layout's own definition ([`Shape::code`]) and the source through the
+//! format's ([`Integers::code`]); neither goes through the code that wrote the file.
+
+use half::f16;
+use quern_models::{FloatType, PANEL, Scheme, TensorView, ZeroKind, p64::Shape};
+use rayon::prelude::*;
+
+use crate::{
+    ConvertError, Verified,
+    import::{Integers, float::Floats, rtn},
+};
+
+/// Compares every code, scale, zero-point and minimum of an imported tensor.
+pub fn integers<T: Integers>(name: &str, source: &T, view: &TensorView) -> Result<Verified, ConvertError> {
+    let s = source.shape();
+    check_scheme(name, view, s.scheme(), s.n, s.k)?;
+    let at = Shape::new(s.n, s.k, s.bits, s.group);
+    each_panel(s.n, |rows| {
+        // In tiles of 64 columns, so that neither side's order is far from memory's.
+        for col0 in (0..s.k).step_by(64) {
+            for row in rows.clone() {
+                for col in col0..s.k.min(col0 + 64) {
+                    let (expected, got) = (source.code(row, col), at.code(view.codes, row, col));
+                    if expected != got {
+                        return Err(differ(name, format!("code [{row}, {col}]"), expected, got));
+                    }
+                }
+            }
+        }
+        for row in rows {
+            for g in 0..s.groups() {
+                let cell = at.cell(row, g);
+                let (expected, got) = (source.scale(row, g), s.scale.read(view.scales, cell));
+                if expected.to_bits() != got.to_bits() {
+                    return Err(differ(name, format!("scale [{row}, {g}]"), expected, got));
+                }
+                let (expected, got) = match s.zero {
+                    // Not stored: the source's zero-points must all be what the scheme implies.
+                    ZeroKind::Mid => (source.zero(row, g), s.mid()),
+                    ZeroKind::Code => (source.zero(row, g), at.zero(view.zeros, row, g)),
+                    ZeroKind::Min => {
+                        let (expected, got) = (source.min(row, g), s.scale.read(view.zeros, cell));
+                        if expected.to_bits() != got.to_bits() {
+                            return Err(differ(name, format!("minimum [{row}, {g}]"), expected, got));
+                        }
+                        continue;
+                    }
+                };
+                if expected != got {
+                    return Err(differ(name, format!("zero-point [{row}, {g}]"), expected, got));
+                }
+            }
+        }
+        Ok(())
+    })?;
+    let cells = (s.n * s.groups()) as u64;
+    let count = |kind| if s.zero == kind { cells } else { 0 };
+    Ok(Verified {
+        codes: (s.n * s.k) as u64,
+        scales: cells,
+        zeros: count(ZeroKind::Code),
+        minima: count(ZeroKind::Min),
+        ..Verified::default()
+    })
+}
+
+/// Checks that every code we chose is the nearest one to its weight, and every scale what the rule says.
+pub fn nearest(name: &str, floats: &Floats, bits: u8, group: usize, view: &TensorView) -> Result<Verified, ConvertError> {
+    let s = rtn::shape(floats, bits, group);
+    check_scheme(name, view, s.scheme(), s.n, s.k)?;
+    let at = Shape::new(s.n, s.k, bits, group);
+    let mid = s.mid() as i32;
+    each_panel(s.n, |rows| {
+        for row in rows {
+            for g in 0..s.groups() {
+                let cols = g * group..s.k.min((g + 1) * group);
+                let scale = s.scale.read(view.scales, at.cell(row, g));
+                let expected = f16::from_f32(rtn::extreme(floats, row, cols.clone()) / -(mid as f32)).to_f32();
+                if expected.to_bits() != scale.to_bits() {
+                    return Err(differ(name, format!("scale [{row}, {g}]"), expected, scale));
+                }
+                for col in cols {
+                    let code = at.code(view.codes, row, col);
+                    let steps = floats.at(row, col) / scale;
+                    let off = steps - (code as i32 - mid) as f32;
+                    let beyond = code as i32 == 2 * mid - 1 && off > 0.0 || code == 0 && off < 0.0;
+                    let right = if scale == 0.0 { code as i32 == mid } else { off.abs() <= 0.500001 || beyond };
+                    if !right {
+                        return Err(differ(name, format!("code [{row}, {col}]"), format!("{steps} steps"), code as i32 - mid));
+                    }
+                }
+            }
+        }
+        Ok(())
+    })?;
+    Ok(Verified { nearest: (s.n * s.k) as u64, ..Verified::default() })
+}
+
+/// Compares every element of a float tensor, kept or rounded to f16.
+pub fn floats(name: &str, source: &Floats, stored: FloatType, view: &TensorView) -> Result<Verified, ConvertError> {
+    check_scheme(name, view, Scheme::Float(stored), source.n, source.k)?;
+    let size = stored.size();
+    each_panel(source.n, |rows| {
+        for row in rows {
+            let got = &view.codes[row * source.k * size..][..source.k * size];
+            if stored == source.kind && got == source.row(row) {
+                continue;
+            }
+            for col in 0..source.k {
+                let (expected, got) = (source.at(row, col), stored.read(got, col));
+                let expected = if stored == source.kind { expected } else { f16::from_f32(expected).to_f32() };
+                if expected.to_bits() != got.to_bits() {
+                    return Err(differ(name, format!("element [{row}, {col}]"), expected, got));
+                }
+            }
+        }
+        Ok(())
+    })?;
+    let count = (source.n * source.k) as u64;
+    Ok(if stored == source.kind {
+        Verified { floats: count, ..Verified::default() }
+    } else {
+        Verified { rounded: count, ..Verified::default() }
+    })
+}
+
+fn each_panel(
+    n: usize,
+    check: impl Fn(std::ops::Range<usize>) -> Result<(), ConvertError> + Sync,
+) -> Result<(), ConvertError> {
+    (0..n.div_ceil(PANEL)).into_par_iter().try_for_each(|p| check(p * PANEL..n.min((p + 1) * PANEL)))
+}
+
+fn check_scheme(name: &str, view: &TensorView, scheme: Scheme, n: usize, k: usize) -> Result<(), ConvertError> {
+    // A vector is one row in the file, whatever it was in the source.
+    if view.scheme != scheme || view.n * view.k != n * k {
+        let expected = format!("{scheme} [{n}, {k}]");
+        return Err(differ(name, "scheme and shape".into(), expected, format!("{} [{}, {}]", view.scheme, view.n, view.k)));
+    }
+    Ok(())
+}
+
+fn differ(tensor: &str, what: String, expected: impl ToString, got: impl ToString) -> ConvertError {
+    ConvertError::Verify { tensor: tensor.into(), what, expected: expected.to_string(), got: got.to_string() }
+}

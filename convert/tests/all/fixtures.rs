@@ -1,0 +1,86 @@
+//! Checkpoints made by other tools: our numbers must be theirs.
+
+use std::fs;
+
+use quern_convert::{Options, source::safetensors};
+use quern_models::{FloatType, ModelFile};
+
+use crate::made::{Scratch, fixture};
+
+const QUANTIZED: [&str; 7] = [
+    "llama-gptq-w4-g64-sym",
+    "llama-gptq-w4-g64-asym",
+    "llama-gptq-w4-g128-sym",
+    "llama-gptq_v2-w4-g64-sym",
+    "llama-awq-w4-g64-gemm",
+    "llama-awq-w4-g32-gemm",
+    "smollm2-gptq-2layer",
+];
+
+/// Our name of a source module.
+fn target(module: &str) -> String {
+    let (layer, rest) = module.strip_prefix("model.layers.").unwrap().split_once('.').unwrap();
+    let ours = rest.rsplit('.').next().unwrap().strip_suffix("_proj").unwrap();
+    format!("layers.{layer}.{ours}")
+}
+
+#[test]
+fn dequantized_weights_are_those_of_the_tools() {
+    for name in QUANTIZED {
+        let scratch = Scratch::new(name);
+        let (report, file) = scratch.convert_from(&fixture(&format!("models/{name}")), &Options::default()).unwrap();
+        assert_eq!(report.method, if name.contains("awq") { "awq" } else { "gptq" });
+        assert!(report.verified.codes > 0 && report.verified.floats > 0, "{}", report.verified);
+        let golden = fs::read(fixture(&format!("models/{name}/golden.safetensors"))).unwrap();
+        let golden = safetensors::parse(&golden).unwrap();
+        let mut compared = 0;
+        for (key, raw) in golden.iter().filter(|g| g.0.starts_with("dequant.")) {
+            let view = file.tensor(&target(&key["dequant.".len()..])).unwrap();
+            assert_eq!(raw.shape, [32, view.k as u64]);
+            for row in 0..32 {
+                for col in 0..view.k {
+                    let expected = FloatType::F32.read(raw.bytes, row * view.k + col);
+                    // Within one rounding: some tools multiply in another order.
+                    assert!((view.at(row, col) - expected).abs() <= expected.abs() * 1e-6, "{name} {key} [{row}, {col}]");
+                }
+            }
+            compared += 1;
+        }
+        assert_eq!(compared, 2, "{name}");
+    }
+}
+
+#[test]
+fn both_gptq_versions_of_a_model_give_the_same_file() {
+    let open = |name: &str| {
+        let scratch = Scratch::new(&format!("versions-{name}"));
+        scratch.convert_from(&fixture(&format!("models/{name}")), &Options::default()).unwrap().1
+    };
+    same_tensors(&open("llama-gptq-w4-g64-sym"), &open("llama-gptq_v2-w4-g64-sym"));
+}
+
+#[test]
+fn what_stands_beside_the_tensors_comes_along() {
+    let scratch = Scratch::new("beside");
+    let source = fixture("models/smollm2-gptq-2layer");
+    let (_, file) = scratch.convert_from(&source, &Options::default()).unwrap();
+    assert_eq!(file.tokenizer_json().unwrap(), fs::read(source.join("tokenizer.json")).unwrap());
+    assert_eq!(file.chat_template().unwrap(), fs::read_to_string(source.join("chat_template.jinja")).unwrap());
+    let generation = file.generation();
+    assert_eq!((&generation.eos[..], generation.bos, generation.do_sample), (&[2][..], Some(1), Some(true)));
+    assert_eq!(generation.eos_text.as_deref(), Some("<|im_end|>"));
+    let provenance = file.provenance();
+    assert_eq!(provenance["source"], "smollm2-gptq-2layer");
+    assert_eq!((&provenance["method"], &provenance["bits"], &provenance["group"]), (&"gptq".into(), &4.into(), &64.into()));
+    assert_eq!(provenance["tools"][0], "gptqmodel:7.7.0");
+    assert!(file.spec().tied_head);
+}
+
+/// Every tensor of two files is the same.
+pub fn same_tensors(a: &ModelFile, b: &ModelFile) {
+    assert_eq!(a.spec(), b.spec());
+    for info in a.tensors() {
+        let (x, y) = (a.tensor(&info.name).unwrap(), b.tensor(&info.name).unwrap());
+        assert_eq!((x.scheme, x.codes, x.scales, x.zeros), (y.scheme, y.codes, y.scales, y.zeros), "{}", info.name);
+    }
+}

@@ -1,0 +1,198 @@
+//! GGUF files of a model that also exists as safetensors: names, row order, blocks, tokenizer.
+
+use std::fs;
+
+use quern_convert::{Options, Quant, source};
+use quern_models::{FloatType, ModelFile, Scheme};
+use serde_json::{Value, json};
+
+use crate::made::{Scratch, fixture};
+
+fn open(path: &str, options: &Options) -> ModelFile {
+    let scratch = Scratch::new(&path.replace('/', "-"));
+    scratch.convert_from(&fixture(path), options).unwrap().1
+}
+
+#[test]
+fn float_ggufs_are_the_safetensors_model() {
+    let original = open("models/llama", &Options::default());
+    for (kind, exact) in [("f32", true), ("bf16", true), ("f16", false)] {
+        let file = open(&format!("gguf/llama-{kind}"), &Options::default());
+        assert_eq!(file.spec(), original.spec());
+        for info in original.tensors() {
+            let (a, b) = (original.tensor(&info.name).unwrap(), file.tensor(&info.name).unwrap());
+            for (row, col) in (0..a.n).flat_map(|r| (0..a.k).map(move |c| (r, c))) {
+                let (expected, got) = (a.at(row, col), b.at(row, col));
+                let expected = if exact { expected } else { half::f16::from_f32(expected).to_f32() };
+                assert_eq!(got, expected, "{kind} {} [{row}, {col}]", info.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn blocks_are_near_the_weights_they_were_made_of() {
+    let original = open("models/llama", &Options::default());
+    for (kind, linear, embed, steps) in [("q8_0", "int8 g32 sym", "int8 g32 sym", 0.57), ("q4_0", "int4 g32 sym", "int8 g32 sym", 1.01), ("q4_1", "int4 g32 min", "int8 g32 sym", 0.52)] {
+        let file = open(&format!("gguf/llama-{kind}"), &Options { quant: Quant::Int8, ..Options::default() });
+        assert_eq!(file.tensor("layers.1.k").unwrap().scheme.to_string(), linear);
+        assert_eq!(file.tensor("embed").unwrap().scheme.to_string(), embed);
+        for info in file.tensors() {
+            let (a, b) = (original.tensor(&info.name).unwrap(), file.tensor(&info.name).unwrap());
+            let Scheme::Int { group, scale, .. } = b.scheme else { continue };
+            let at = quern_models::p64::Shape::new(b.n, b.k, 4, group as usize);
+            for (row, col) in (0..a.n).flat_map(|r| (0..a.k).map(move |c| (r, c))) {
+                let step = scale.read(b.scales, at.cell(row, col / 32)).abs();
+                let off = (a.at(row, col) - b.at(row, col)).abs();
+                // Scales and minima are rounded to f16 themselves: 127 of them make .06 of a step.
+                assert!(off <= steps * step, "{kind} {} [{row}, {col}]: {off}, step {step}", info.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_vocabulary_becomes_the_tokenizer_again() {
+    let original: Value = serde_json::from_slice(&fs::read(fixture("models/llama/tokenizer.json")).unwrap()).unwrap();
+    let file = open("gguf/llama-q4_0", &Options::default());
+    let rebuilt: Value = serde_json::from_slice(file.tokenizer_json().unwrap()).unwrap();
+    assert_eq!(rebuilt["model"]["merges"], original["model"]["merges"]);
+    let vocab = |v: &Value| v["model"]["vocab"].as_object().unwrap().clone();
+    for (token, id) in vocab(&original) {
+        assert_eq!(vocab(&rebuilt)[&token], id);
+    }
+    assert_eq!(rebuilt["added_tokens"], original["added_tokens"]);
+    assert_eq!(rebuilt["pre_tokenizer"]["pretokenizers"][0], json!({ "type": "Digits", "individual_digits": true }));
+    assert_eq!(rebuilt["pre_tokenizer"]["pretokenizers"][1]["use_regex"], true);
+}
+
+/// A one-tensor GGUF that is valid up to where the metadata is looked at.
+fn bytes(entries: &[(&str, Meta)]) -> Vec<u8> {
+    let text = |s: &str| [&(s.len() as u64).to_le_bytes()[..], s.as_bytes()].concat();
+    let mut b = b"GGUF\x03\0\0\0\x01\0\0\0\0\0\0\0".to_vec();
+    b.extend((entries.len() as u64).to_le_bytes());
+    for (key, value) in entries {
+        b.extend(text(key));
+        match value {
+            Meta::Text(s) => b.extend([&[8, 0, 0, 0], &text(s)[..]].concat()),
+            Meta::Texts(list) => {
+                b.extend([9, 0, 0, 0, 8, 0, 0, 0]);
+                b.extend((list.len() as u64).to_le_bytes());
+                list.iter().for_each(|s| b.extend(text(s)));
+            }
+            Meta::Number(n) => b.extend([&[4, 0, 0, 0], &n.to_le_bytes()[..]].concat()),
+            Meta::Numbers(list) => {
+                b.extend([9, 0, 0, 0, 5, 0, 0, 0]);
+                b.extend((list.len() as u64).to_le_bytes());
+                list.iter().for_each(|n| b.extend(n.to_le_bytes()));
+            }
+            Meta::Float(f) => b.extend([&[6, 0, 0, 0], &f.to_le_bytes()[..]].concat()),
+            Meta::Flag(f) => b.extend([7, 0, 0, 0, *f as u8]),
+        }
+    }
+    b.extend(text("token_embd.weight"));
+    b.extend([&[2, 0, 0, 0], &32u64.to_le_bytes()[..], &3u64.to_le_bytes(), &[0; 4], &[0; 8]].concat());
+    b.resize(b.len().next_multiple_of(32) + 3 * 32 * 4, 0);
+    b
+}
+
+#[derive(Clone)]
+enum Meta {
+    Text(&'static str),
+    Texts(&'static [&'static str]),
+    Number(u32),
+    Numbers(&'static [i32]),
+    Float(f32),
+    Flag(bool),
+}
+
+fn base() -> Vec<(&'static str, Meta)> {
+    vec![
+        ("general.architecture", Meta::Text("llama")),
+        ("llama.block_count", Meta::Number(1)),
+        ("llama.embedding_length", Meta::Number(32)),
+        ("llama.feed_forward_length", Meta::Number(32)),
+        ("llama.attention.head_count", Meta::Number(1)),
+        ("llama.attention.layer_norm_rms_epsilon", Meta::Float(1e-5)),
+        ("tokenizer.ggml.model", Meta::Text("gpt2")),
+        ("tokenizer.ggml.pre", Meta::Text("qwen2")),
+        ("tokenizer.ggml.tokens", Meta::Texts(&["<s>", "a", "\u{120}b"])),
+        ("tokenizer.ggml.token_type", Meta::Numbers(&[3, 1, 4])),
+        ("tokenizer.ggml.merges", Meta::Texts(&["\u{120} b"])),
+        ("tokenizer.ggml.bos_token_id", Meta::Number(0)),
+        ("tokenizer.ggml.eos_token_id", Meta::Number(0)),
+        ("tokenizer.ggml.eot_token_id", Meta::Number(1)),
+    ]
+}
+
+/// What `base` says with one entry changed or added.
+fn with(key: &'static str, value: Meta) -> Result<(Value, Value, Vec<u32>), String> {
+    let mut entries = base();
+    entries.retain(|e| e.0 != key);
+    entries.push((key, value));
+    let bytes = bytes(&entries);
+    let gguf = source::gguf::parse(&bytes).map_err(|e| e.to_string())?;
+    let checkpoint = source::gguf_llama::checkpoint(&gguf, "t").map_err(|e| e.to_string())?;
+    let tokenizer = serde_json::from_slice(&checkpoint.tokenizer.unwrap_or(b"null".into())).unwrap();
+    Ok((checkpoint.config, tokenizer, checkpoint.generation.eos))
+}
+
+#[test]
+fn pre_tokenizers_are_those_the_names_stand_for() {
+    let pre = |name| with("tokenizer.ggml.pre", Meta::Text(name)).map(|r| r.1);
+    let qwen2 = pre("qwen2").unwrap();
+    assert_eq!(qwen2["normalizer"]["type"], "NFC");
+    let regex = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    assert_eq!(qwen2["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"], regex);
+    assert_eq!(qwen2["post_processor"], Value::Null);
+    assert_eq!(qwen2["added_tokens"][1]["special"], false);
+    let llama = pre("llama-bpe").unwrap();
+    let split = llama["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"].as_str().unwrap().to_string();
+    assert_eq!(split, regex.replace(r"|\p{N}|", r"|\p{N}{1,3}|"));
+    assert_eq!(llama["model"]["ignore_merges"], true);
+    assert_eq!(llama["post_processor"]["single"][0]["SpecialToken"]["id"], "<s>");
+    assert_eq!(pre("gpt-2").unwrap()["pre_tokenizer"]["type"], "ByteLevel");
+    assert!(pre("tekken").unwrap_err().contains("tekken"));
+    let bos = with("tokenizer.ggml.add_bos_token", Meta::Flag(true)).unwrap().1;
+    assert_eq!(bos["post_processor"]["special_tokens"]["<s>"]["ids"], json!([0]));
+    assert_eq!(bos["post_processor"]["pair"].as_array().unwrap().len(), 4);
+}
+
+#[test]
+fn metadata_becomes_a_config_or_a_refusal() {
+    let (config, _, eos) = with("llama.context_length", Meta::Number(77)).unwrap();
+    assert_eq!((&config["max_position_embeddings"], &config["num_key_value_heads"]), (&json!(77), &json!(1)));
+    assert_eq!((&config["tie_word_embeddings"], &config["vocab_size"]), (&json!(true), &json!(3)));
+    assert_eq!(config["rms_norm_eps"].as_f64().unwrap() as f32, 1e-5);
+    assert_eq!(eos, [0, 1]);
+    let linear = with("llama.rope.scaling.factor", Meta::Float(4.0)).unwrap().0;
+    assert_eq!(linear["rope_parameters"]["rope_type"], "linear");
+    for (key, value, message) in [
+        ("general.architecture", Meta::Text("gemma3"), "architecture gemma3"),
+        ("tokenizer.ggml.model", Meta::Text("llama"), "SentencePiece"),
+        ("tokenizer.ggml.model", Meta::Text("t5"), "t5"),
+        ("llama.expert_count", Meta::Number(8), "expert_count"),
+        ("llama.rope.dimension_count", Meta::Number(16), "rope.dimension_count"),
+        ("llama.attention.head_count", Meta::Number(0), "head_count"),
+        ("llama.attention.head_count", Meta::Text("many"), "head_count"),
+        ("llama.attention.head_count_kv", Meta::Numbers(&[1, 2]), "head_count_kv"),
+        ("llama.attention.layer_norm_rms_epsilon", Meta::Float(f32::NAN), "epsilon"),
+        ("tokenizer.ggml.token_type", Meta::Numbers(&[1]), "token_type"),
+        ("tokenizer.ggml.merges", Meta::Texts(&["ab"]), "merges"),
+        ("tokenizer.ggml.tokens", Meta::Texts(&["a", "a", "b"]), "twice"),
+        ("split.count", Meta::Number(2), "split"),
+    ] {
+        let text = with(key, value).unwrap_err();
+        assert!(text.contains(message), "{key}: {text}");
+    }
+}
+
+#[test]
+fn the_largest_weights_of_a_file_are_counted_once() {
+    let scratch = Scratch::new("counts");
+    let (report, file) = scratch.convert_from(&fixture("gguf/llama-q4_1/model.gguf"), &Options::default()).unwrap();
+    assert_eq!(report.weights(), file.tensors().iter().map(|t| t.dims.iter().product::<u64>()).sum::<u64>());
+    assert_eq!(report.file_bytes, fs::metadata(scratch.out()).unwrap().len());
+    assert!(report.verified.minima > 0 && report.verified.minima < report.verified.scales);
+    assert_eq!(FloatType::F16.size(), 2);
+}

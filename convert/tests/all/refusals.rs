@@ -1,0 +1,162 @@
+//! What is not converted is refused by name, and leaves nothing behind.
+
+use std::fs;
+
+use quern_convert::{Options, Quant};
+use quern_models::FloatType;
+use serde_json::{Value, json};
+
+use crate::made::*;
+
+fn model(name: &str, change: impl FnOnce(&mut Value, &mut Tensors)) -> Scratch {
+    let mut random = Random::new(11);
+    let scratch = Scratch::new(name);
+    let (mut config, mut tensors) = (config(), around(&mut random));
+    for (_, module, n, k) in LINEARS {
+        Chosen::new(&mut random, n, k, 4, 32, true).gptq(&mut tensors, module, true, FloatType::F16);
+    }
+    config["quantization_config"] = json!({ "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": true });
+    change(&mut config, &mut tensors);
+    write(&scratch.model(), &config, &tensors, "model.safetensors");
+    scratch
+}
+
+const Q: &str = "model.layers.0.self_attn.q_proj";
+
+#[test]
+fn tensors_that_are_missing_or_too_many_are_named() {
+    for part in ["qweight", "scales"] {
+        let name = format!("{Q}.{part}");
+        model(&format!("no-{part}"), |_, t| drop(t.remove(&name))).fails(Q);
+    }
+    model("no-norm", |_, t| drop(t.remove("model.norm.weight"))).fails("model.norm.weight");
+    model("no-head", |_, t| drop(t.remove("lm_head.weight"))).fails("lm_head.weight");
+    let extra = ("F32", vec![1], vec![0; 4]);
+    model("extra", |_, t| drop(t.insert("vision.weight".into(), extra.clone()))).fails("vision.weight");
+    let bias = ("F16", vec![HIDDEN], vec![1; 2 * HIDDEN]);
+    model("bias", |_, t| drop(t.insert(format!("{Q}.bias"), bias.clone()))).fails(&format!("{Q}.bias"));
+    let float = ("F32", vec![HIDDEN, HIDDEN], vec![0; 4 * HIDDEN * HIDDEN]);
+    model("both", |_, t| drop(t.insert(format!("{Q}.weight"), float.clone()))).fails("both");
+}
+
+#[test]
+fn shapes_and_config_must_agree() {
+    model("bits", |c, _| c["quantization_config"]["bits"] = json!(8)).fails("bits: expected 8, as config.json says, got 4");
+    model("group", |c, _| c["quantization_config"]["group_size"] = json!(64)).fails("64 columns");
+    model("method", |c, _| c["quantization_config"]["quant_method"] = json!("awq")).fails("awq, as config.json says");
+    model("vocab", |c, _| c["vocab_size"] = json!(VOCAB + 1)).fails("model.embed_tokens.weight: shape");
+    model("hidden", |c, _| c["intermediate_size"] = json!(128)).fails("mlp.gate_proj.qweight: shape");
+    model("family", |c, _| c["model_type"] = json!("mamba")).fails("mamba");
+    model("bias-config", |c, _| c["attention_bias"] = json!(true)).fails("attention_bias");
+}
+
+#[test]
+fn formats_of_later_versions_are_named() {
+    let index: Vec<u8> = (0..HIDDEN as u32).flat_map(|k| (k % 2).to_le_bytes()).collect();
+    let shuffled = ("I32", vec![HIDDEN], index);
+    model("act-order", |_, t| drop(t.insert(format!("{Q}.g_idx"), shuffled.clone()))).fails("act-order");
+    model("marlin", |c, _| c["quantization_config"]["checkpoint_format"] = json!("marlin")).fails("marlin");
+    model("float-zeros", |_, t| drop(t.insert(format!("{Q}.zeros"), ("F16", vec![0], vec![])))).fails("float zero-points");
+    model("i64", |_, t| {
+        let (_, shape, bytes) = t[&format!("{Q}.qweight")].clone();
+        t.insert(format!("{Q}.qweight"), ("I64", vec![shape[0], shape[1] / 2], bytes));
+    })
+    .fails("pack_dtype");
+    model("group-16", |c, t| {
+        c["quantization_config"]["group_size"] = json!(16);
+        let mut random = Random::new(12);
+        for (_, module, n, k) in LINEARS {
+            Chosen::new(&mut random, n, k, 4, 16, true).gptq(t, module, true, FloatType::F16);
+        }
+    })
+    .fails("a group of 16 columns");
+    for bits in [2, 3] {
+        model(&format!("bits-{bits}"), |c, t| {
+            c["quantization_config"]["bits"] = json!(bits);
+            t.insert(format!("{Q}.qweight"), ("I32", vec![HIDDEN * bits / 32, HIDDEN], vec![0; HIDDEN * bits / 8 * HIDDEN]));
+        })
+        .fails(&format!("{bits}-bit"));
+    }
+    model("f64", |_, t| drop(t.insert("model.norm.weight".into(), ("F64", vec![HIDDEN], vec![0; 8 * HIDDEN])))).fails("F64");
+}
+
+#[test]
+fn values_that_cannot_be_right_are_named() {
+    model("nan-scale", |_, t| {
+        let scales = &mut t.get_mut(&format!("{Q}.scales")).unwrap().2;
+        scales[10..12].copy_from_slice(&half::f16::NAN.to_le_bytes());
+    })
+    .fails("scales: expected finite numbers, got NaN for row 5, group 0");
+    // One tensor of a version 2 file among those of version 1.
+    model("mixed-versions", |_, t| {
+        t.get_mut(&format!("{Q}.qzeros")).unwrap().2.fill(0x88);
+    })
+    .fails(&format!("{Q}.qzeros: zero-points"));
+    model("sym", |_, t| t.get_mut(&format!("{Q}.qzeros")).unwrap().2[0] = 0x12).fails("says sym");
+}
+
+#[test]
+fn shards_and_their_index_must_agree() {
+    let scratch = Scratch::new("shards");
+    let dir = scratch.model();
+    let tensors = float_model(&mut Random::new(13), FloatType::BF16);
+    let (names, _): (Vec<_>, Vec<_>) = tensors.keys().cloned().partition(|n| n.contains("mlp"));
+    let part = |inside: bool| tensors.clone().into_iter().filter(|t| names.contains(&t.0) == inside).collect::<Tensors>();
+    write(&dir, &config(), &part(false), "model-00001-of-00002.safetensors");
+    let files = |name: &String| format!("model-0000{}-of-00002.safetensors", 1 + names.contains(name) as u8);
+    let mut weight_map: serde_json::Map<String, Value> = tensors.keys().map(|n| (n.clone(), files(n).into())).collect();
+    let index = |map: &serde_json::Map<String, Value>| {
+        fs::write(dir.join("model.safetensors.index.json"), json!({ "weight_map": map }).to_string()).unwrap();
+    };
+    index(&weight_map);
+    scratch.fails("model-00002-of-00002.safetensors");
+    fs::write(dir.join("model-00002-of-00002.safetensors"), safetensors(&part(true))).unwrap();
+    let (report, _) = scratch.convert(&Options::default()).unwrap();
+    assert_eq!(report.rows[0].tensors, tensors.len());
+    fs::remove_file(scratch.out()).unwrap();
+
+    let bytes = fs::read(dir.join("model-00002-of-00002.safetensors")).unwrap();
+    fs::write(dir.join("model-00002-of-00002.safetensors"), &bytes[..bytes.len() - 1]).unwrap();
+    scratch.fails("model-00002-of-00002.safetensors");
+    fs::write(dir.join("model-00002-of-00002.safetensors"), &bytes).unwrap();
+
+    weight_map.insert("model.norm.bias".into(), "model-00001-of-00002.safetensors".into());
+    index(&weight_map);
+    scratch.fails("model.norm.bias");
+    weight_map.insert("model.norm.bias".into(), "../elsewhere.safetensors".into());
+    index(&weight_map);
+    scratch.fails("../elsewhere.safetensors");
+}
+
+#[test]
+fn sources_that_are_no_checkpoint_are_explained() {
+    let scratch = Scratch::new("sources");
+    let dir = scratch.model();
+    scratch.fails("no .safetensors and no .gguf");
+    fs::write(dir.join("pytorch_model.bin"), b"PK\x03\x04").unwrap();
+    scratch.fails("pickle");
+    let text = |path: &str| scratch.convert_from(path.as_ref(), &Options::default()).err().unwrap().to_string();
+    assert!(text(&dir.join("pytorch_model.bin").to_string_lossy()).contains("safe_serialization"));
+    assert!(text("HuggingFaceTB/SmolLM2-135M").contains("hf download HuggingFaceTB/SmolLM2-135M"));
+    assert!(text("/nowhere/at/all").contains("no such file"));
+    fs::write(dir.join("a.safetensors"), b"").unwrap();
+    fs::write(dir.join("b.safetensors"), b"").unwrap();
+    scratch.fails("several tensor files");
+    fs::remove_file(dir.join("b.safetensors")).unwrap();
+    scratch.fails("empty");
+    fs::write(dir.join("a.safetensors"), safetensors(&Tensors::new())).unwrap();
+    scratch.fails("no config.json");
+}
+
+#[test]
+fn an_existing_file_is_kept_unless_forced_and_whatever_happens() {
+    let scratch = model("force", |_, _| {});
+    fs::write(scratch.out(), b"precious").unwrap();
+    let text = quern_convert::convert(&scratch.model(), &scratch.out(), &Options::default(), &mut ()).unwrap_err().to_string();
+    assert!(text.contains("--force"), "{text}");
+    let bad = Options { force: true, group: Some(48), quant: Quant::Int4, ..Options::default() };
+    assert!(quern_convert::convert(&scratch.model(), &scratch.out(), &bad, &mut ()).is_err());
+    assert_eq!(fs::read(scratch.out()).unwrap(), b"precious");
+    let good = Options { force: true, ..Options::default() };
+    scratch.convert(&good).unwrap();
+}

@@ -1,0 +1,243 @@
+//! int4 weights, int8 activations.
+//!
+//! Few rows: straight from the nibbles, one pass over the codes, prefetched. Many rows: a span of
+//! 128 columns is unpacked to bytes once (8 KiB, in L1) and all rows sweep over it.
+//! A pair of products fits i16 (2*15*127 = 3810) and so do 8 such sums (30480), hence a widening
+//! add every 32 columns.
+
+use super::*;
+use crate::cpu::acts::{Acts, MR};
+use crate::cpu::linear::{SPAN, Scratch};
+use std::arch::asm;
+use std::ops::Range;
+
+/// From this many rows on, unpacking a span pays.
+const SWEEP: usize = 24;
+
+/// Bytes of an unpacked span of 16 rows.
+const STRIP: usize = 16 * SPAN;
+
+/// # Safety
+/// AVX2, FMA, F16C exist; shapes as [`crate::cpu::linear::linear_panel`] checks them.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
+    // SAFETY: the caller's promises.
+    unsafe {
+        match (w.zero == ZeroKind::Min, a.block()) {
+            (false, 32) => spans::<false, 1>(w, a, rows, tile, scratch),
+            (false, _) => spans::<false, 2>(w, a, rows, tile, scratch),
+            (true, 32) => spans::<true, 1>(w, a, rows, tile, scratch),
+            (true, _) => spans::<true, 2>(w, a, rows, tile, scratch),
+        }
+    }
+}
+
+/// `HALVES` of 32 columns make an activation block.
+///
+/// # Safety
+/// As [`panel`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn spans<const MIN: bool, const HALVES: usize>(
+    w: &IntPanel,
+    a: &Acts,
+    rows: Range<usize>,
+    tile: &mut [f32],
+    scratch: &mut Scratch,
+) {
+    let block = HALVES * 32;
+    let sweep = rows.len() >= SWEEP;
+    scratch.bytes.reserve(4 * STRIP);
+    tile.fill(0.0);
+    for b0 in (0..a.blocks()).step_by(SPAN / block) {
+        let count = (a.blocks() - b0).min(SPAN / block);
+        widen(w, block, b0, count, 0, &mut scratch.meta);
+        let codes = w.codes[b0 * block * 32..][..count * block * 32].as_ptr();
+        let bytes = scratch.bytes.ptr();
+        // SAFETY: `codes` are the span's, `bytes` has room for one; every block of rows below is in
+        // `a` and in `tile`, because `rows` is.
+        unsafe {
+            if sweep {
+                unpack(codes, count * block / 4, bytes);
+            }
+            let strips = if sweep { 4 } else { 1 };
+            for strip in 0..strips {
+                for first in rows.clone().step_by(MR) {
+                    let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
+                    let ahead = if first == rows.start { AHEAD } else { 0 };
+                    let at = Span { a, first, b0, count, meta: &scratch.meta };
+                    let mb = (rows.end - first).min(MR);
+                    if sweep {
+                        let w = bytes.add(strip * STRIP);
+                        match mb {
+                            1 => at.rows::<MIN, HALVES, false, 1, 1>(w, strip, 0, y),
+                            2 => at.rows::<MIN, HALVES, false, 1, 2>(w, strip, 0, y),
+                            3 => at.rows::<MIN, HALVES, false, 1, 3>(w, strip, 0, y),
+                            _ => at.rows::<MIN, HALVES, false, 1, 4>(w, strip, 0, y),
+                        }
+                        continue;
+                    }
+                    match mb {
+                        1 => at.rows::<MIN, HALVES, true, 4, 1>(codes, 0, ahead, y),
+                        2 => {
+                            for strip in [0, 2] {
+                                at.rows::<MIN, HALVES, true, 2, 2>(codes.add(strip * 32), strip, ahead, y);
+                            }
+                        }
+                        3 => {
+                            for strip in 0..4 {
+                                at.rows::<MIN, HALVES, true, 1, 3>(codes.add(strip * 32), strip, ahead, y);
+                            }
+                        }
+                        _ => {
+                            for strip in 0..4 {
+                                at.rows::<MIN, HALVES, true, 1, 4>(codes.add(strip * 32), strip, ahead, y);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Unpacks `quads` quads of codes into four strips `[quad][16 rows][4]` of bytes.
+///
+/// # Safety
+/// `from` is readable for the quads, `to` writable for four strips.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn unpack(from: *const u8, quads: usize, to: *mut u8) {
+    let low = _mm256_set1_epi8(15);
+    for q in 0..quads {
+        // SAFETY: the caller's promises; `q` is below the 32 quads of a span.
+        unsafe {
+            let from = from.add(q * 128);
+            prefetch(from.wrapping_add(AHEAD));
+            prefetch(from.wrapping_add(AHEAD + 64));
+            for strip in 0..4 {
+                let v = load_bytes(from.add(strip * 32));
+                let to = to.add(strip * STRIP + q * 64);
+                _mm256_storeu_si256(to.cast(), _mm256_and_si256(v, low));
+                _mm256_storeu_si256(to.add(32).cast(), _mm256_and_si256(_mm256_srli_epi16::<4>(v), low));
+            }
+        }
+    }
+}
+
+/// One block of activation rows against one span.
+struct Span<'a> {
+    a: &'a Acts,
+    /// First activation row.
+    first: usize,
+    /// First activation block and their count.
+    b0: usize,
+    count: usize,
+    meta: &'a Meta,
+}
+
+impl Span<'_> {
+    /// `R` activation rows against `N` strips of 16 weight rows from `strip` on; adds to `y[R][64]`.
+    /// `PACKED`: `w` are quads of nibbles, 128 bytes apart, else of unpacked bytes, 64 apart (`N` = 1).
+    ///
+    /// # Safety
+    /// The rows and blocks are in `a`, the span's weights at `w`; `y` has `R` rows.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn rows<const MIN: bool, const HALVES: usize, const PACKED: bool, const N: usize, const R: usize>(
+        &self,
+        w: *const u8,
+        strip: usize,
+        ahead: usize,
+        y: *mut f32,
+    ) {
+        let quad_bytes = if PACKED { 128 } else { 64 };
+        for i in 0..self.count {
+            let b = self.b0 + i;
+            // SAFETY: the caller's promises; a meta row has 64 elements, `strip + N <= 4`.
+            unsafe {
+                let w = w.add(i * HALVES * 8 * quad_bytes);
+                let t = dots::<HALVES, PACKED, N, R>(w, self.a.q_ptr(self.first, b), ahead);
+                let (sa, sums) = (self.a.scale_ptr(self.first, b), self.a.sum_ptr(self.first, b));
+                let slot = self.meta.slot[i];
+                for n in 0..N {
+                    for h in 0..2 {
+                        let c = (strip + n) * 16 + h * 8;
+                        let (s, z) = (self.meta.s[slot].as_ptr().add(c), self.meta.z[slot].as_ptr().add(c));
+                        let m = self.meta.m[slot].as_ptr().add(c);
+                        for r in 0..R {
+                            let row = RowBlock { scale: *sa.add(r), sum: *sums.add(r) };
+                            fold::<MIN>(t[r][n][h], s, z, m, row, y.add(r * PANEL + c));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// `sum(q * a)` over one activation block: `[row][strip][low or high 8 rows]`, 8 outputs each.
+///
+/// # Safety
+/// `w` and `a` are readable for the block.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn dots<const HALVES: usize, const PACKED: bool, const N: usize, const R: usize>(
+    w: *const u8,
+    a: *const i8,
+    ahead: usize,
+) -> [[[__m256i; 2]; N]; R] {
+    let (zero, ones, low) = (_mm256_setzero_si256(), _mm256_set1_epi16(1), _mm256_set1_epi8(15));
+    let mut total = [[[zero; 2]; N]; R];
+    for half in 0..HALVES {
+        let mut acc = [[[zero; 2]; N]; R];
+        for q in 0..8 {
+            // SAFETY: the caller's promise: quad `half * 8 + q` is in the block.
+            unsafe {
+                let w = w.add((half * 8 + q) * if PACKED { 128 } else { 64 });
+                let a = a.add((half * 8 + q) * 4 * R);
+                for n in 0..N {
+                    let (lo, hi) = if PACKED {
+                        if ahead > 0 && n % 2 == 0 {
+                            prefetch(w.wrapping_add(ahead + n * 32));
+                        }
+                        let v = load_bytes(w.add(n * 32));
+                        (_mm256_and_si256(v, low), _mm256_and_si256(_mm256_srli_epi16::<4>(v), low))
+                    } else {
+                        (load_bytes(w), load_bytes(w.add(32)))
+                    };
+                    for r in 0..R {
+                        let a = quad(a.add(r * 4));
+                        if q == 0 {
+                            acc[r][n] = [_mm256_maddubs_epi16(lo, a), _mm256_maddubs_epi16(hi, a)];
+                        } else {
+                            mac(&mut acc[r][n][0], lo, a);
+                            mac(&mut acc[r][n][1], hi, a);
+                        }
+                    }
+                }
+            }
+        }
+        for r in 0..R {
+            for n in 0..N {
+                for h in 0..2 {
+                    total[r][n][h] = _mm256_add_epi32(total[r][n][h], _mm256_madd_epi16(acc[r][n][h], ones));
+                }
+            }
+        }
+    }
+    total
+}
+
+/// `acc += maddubs(w, a)` on i16. As assembly, because LLVM otherwise reassociates the additions
+/// into trees, hoists the products and spills them inside the loop (seen in the disassembly).
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn mac(acc: &mut __m256i, w: __m256i, a: __m256i) {
+    // SAFETY: two register-only instructions of AVX2.
+    unsafe {
+        asm!(
+            "vpmaddubsw {t}, {w}, {a}",
+            "vpaddw {acc}, {acc}, {t}",
+            t = out(ymm_reg) _, acc = inout(ymm_reg) *acc, w = in(ymm_reg) w, a = in(ymm_reg) a,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+}

@@ -1,0 +1,133 @@
+//! int8 weights, int8 activations.
+//!
+//! Codes are made signed (`q - 128`, and zeros likewise), then `|w| * (a with w's sign)`: a pair of
+//! products is at most 2*128*127 = 32512, which fits i16 but leaves no room to add another, so every
+//! pair is widened at once. Codes are read in place for any number of rows: there is nothing to unpack.
+
+use super::*;
+use crate::cpu::acts::{Acts, MR};
+use crate::cpu::linear::{SPAN, Scratch};
+use std::ops::Range;
+
+/// # Safety
+/// AVX2, FMA, F16C exist; shapes as [`crate::cpu::linear::linear_panel`] checks them.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
+    // SAFETY: the caller's promises.
+    unsafe {
+        match w.zero {
+            ZeroKind::Min => spans::<true>(w, a, rows, tile, scratch),
+            _ => spans::<false>(w, a, rows, tile, scratch),
+        }
+    }
+}
+
+/// # Safety
+/// As [`panel`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn spans<const MIN: bool>(
+    w: &IntPanel,
+    a: &Acts,
+    rows: Range<usize>,
+    tile: &mut [f32],
+    scratch: &mut Scratch,
+) {
+    let block = a.block();
+    tile.fill(0.0);
+    for b0 in (0..a.blocks()).step_by(SPAN / block) {
+        let count = (a.blocks() - b0).min(SPAN / block);
+        widen(w, block, b0, count, 128, &mut scratch.meta);
+        let codes = w.codes[b0 * block * 64..][..count * block * 64].as_ptr();
+        for first in rows.clone().step_by(MR) {
+            let at = Span { a, first, b0, count, block, meta: &scratch.meta };
+            let ahead = if first == rows.start { AHEAD } else { 0 };
+            // SAFETY: `codes` are the span's; the block of rows is in `a` and in `tile`.
+            unsafe {
+                let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
+                match (rows.end - first).min(MR) {
+                    1 => at.rows::<MIN, 8, 1>(codes, ahead, y),
+                    2 => at.rows::<MIN, 4, 2>(codes, ahead, y),
+                    3 => at.rows::<MIN, 2, 3>(codes, ahead, y),
+                    _ => at.rows::<MIN, 2, 4>(codes, ahead, y),
+                }
+            }
+        }
+    }
+}
+
+/// One block of activation rows against one span.
+struct Span<'a> {
+    a: &'a Acts,
+    /// First activation row.
+    first: usize,
+    /// First activation block, their count and their columns.
+    b0: usize,
+    count: usize,
+    block: usize,
+    meta: &'a Meta,
+}
+
+impl Span<'_> {
+    /// `R` activation rows against the panel, `N` vectors of 8 weight rows at a time; adds to `y[R][64]`.
+    ///
+    /// # Safety
+    /// The rows and blocks are in `a`, the span's codes at `w`; `y` has `R` rows.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn rows<const MIN: bool, const N: usize, const R: usize>(&self, w: *const u8, ahead: usize, y: *mut f32) {
+        for i in 0..self.count {
+            let b = self.b0 + i;
+            let slot = self.meta.slot[i];
+            for v in (0..8).step_by(N) {
+                // SAFETY: the caller's promises; a meta row has 64 elements.
+                unsafe {
+                    let w = w.add(i * self.block * 64 + v * 32);
+                    let t = dots::<N, R>(w, self.a.q_ptr(self.first, b), self.block / 4, ahead);
+                    let (sa, sums) = (self.a.scale_ptr(self.first, b), self.a.sum_ptr(self.first, b));
+                    for n in 0..N {
+                        let c = (v + n) * 8;
+                        let (s, z) = (self.meta.s[slot].as_ptr().add(c), self.meta.z[slot].as_ptr().add(c));
+                        let m = self.meta.m[slot].as_ptr().add(c);
+                        for r in 0..R {
+                            let row = RowBlock { scale: *sa.add(r), sum: *sums.add(r) };
+                            fold::<MIN>(t[r][n], s, z, m, row, y.add(r * PANEL + c));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// `sum((q - 128) * a)` over one activation block of `quads` quads: `[row][vector]`, 8 outputs each.
+///
+/// # Safety
+/// `w` and `a` are readable for the block.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn dots<const N: usize, const R: usize>(
+    w: *const u8,
+    a: *const i8,
+    quads: usize,
+    ahead: usize,
+) -> [[__m256i; N]; R] {
+    let (ones, middle) = (_mm256_set1_epi16(1), _mm256_set1_epi8(-128));
+    let mut total = [[_mm256_setzero_si256(); N]; R];
+    for q in 0..quads {
+        // SAFETY: the caller's promise: quad `q` is in the block.
+        unsafe {
+            let (w, a) = (w.add(q * 256), a.add(q * 4 * R));
+            for n in 0..N {
+                if ahead > 0 && n % 2 == 0 {
+                    prefetch(w.wrapping_add(ahead + n * 32));
+                }
+                let v = _mm256_xor_si256(load_bytes(w.add(n * 32)), middle);
+                let size = _mm256_abs_epi8(v);
+                for r in 0..R {
+                    let pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(quad(a.add(r * 4)), v));
+                    total[r][n] = _mm256_add_epi32(total[r][n], _mm256_madd_epi16(pairs, ones));
+                }
+            }
+        }
+    }
+    total
+}

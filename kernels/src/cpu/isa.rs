@@ -1,0 +1,103 @@
+//! Which instructions there are: one static table of kernels per instruction set.
+//!
+//! A table is chosen once, at run time; loops over panels, threads and layers live above it.
+//! Every table gives the same bits as the scalar one, so a table is a matter of speed only.
+
+use super::acts::Acts;
+use super::linear::{FloatPanel, IntPanel, Scratch};
+use super::scalar;
+use std::ops::Range;
+use std::sync::OnceLock;
+
+/// Instruction sets that kernels are written for. Each includes what those above it need.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Level {
+    /// Plain Rust.
+    Scalar,
+    /// AVX2, FMA, F16C.
+    Avx2,
+    /// The above and AVX-512 F, BW, VL, VNNI.
+    Avx512,
+    /// Armv8 NEON with dot products.
+    Neon,
+}
+
+/// int8 quantization of one block: `x` is a whole block, quads go to `to`, `step` bytes apart.
+/// Returns the scale and the sum of the values.
+pub(crate) type Quantize = unsafe fn(x: &[f32], to: *mut i8, step: usize) -> (f32, i32);
+/// `tile[r][0..64]` = outputs of a panel of an integer weight for activation row `rows.start + r`.
+pub(crate) type IntLinear = unsafe fn(&IntPanel, &Acts, Range<usize>, &mut [f32], &mut Scratch);
+/// The same for a float weight.
+pub(crate) type FloatLinear = unsafe fn(&FloatPanel, &Acts, Range<usize>, &mut [f32], &mut Scratch);
+
+/// Kernels of one instruction set.
+///
+/// The function pointers are unsafe: the instructions must exist (so a table is handed out only
+/// where they were detected), and sizes must have been checked ([`super::linear::linear_panel`]).
+pub struct Isa {
+    /// As printed, and as `ENGINE_ISA` names it.
+    pub name: &'static str,
+    /// For other modules' own tables.
+    pub level: Level,
+    /// Whether these kernels ever ran on real hardware; [`Isa::best`] takes no other.
+    pub executed: bool,
+    pub(crate) detected: fn() -> bool,
+    pub(crate) quantize: Quantize,
+    pub(crate) int4_int8: IntLinear,
+    pub(crate) int4_f32: IntLinear,
+    pub(crate) int8_int8: IntLinear,
+    pub(crate) int8_f32: IntLinear,
+    pub(crate) float: FloatLinear,
+}
+
+/// Compiled for this architecture, fastest first.
+static TABLES: &[&Isa] = &[
+    #[cfg(target_arch = "x86_64")]
+    &super::avx512::ISA,
+    #[cfg(target_arch = "x86_64")]
+    &super::avx2::ISA,
+    #[cfg(target_arch = "aarch64")]
+    &super::neon::ISA,
+    &scalar::ISA,
+];
+
+impl Isa {
+    /// The fastest table that this machine can run and that was proven on hardware.
+    ///
+    /// `ENGINE_ISA` overrides it, for tests; a name that is unknown or cannot run here panics.
+    pub fn best() -> &'static Isa {
+        static BEST: OnceLock<&'static Isa> = OnceLock::new();
+        BEST.get_or_init(|| match std::env::var("ENGINE_ISA") {
+            Ok(name) => Isa::by_name(&name).unwrap_or_else(|| panic!("ENGINE_ISA={name}: not available here")),
+            Err(_) => Isa::available().find(|isa| isa.executed).unwrap_or(&scalar::ISA),
+        })
+    }
+
+    /// Every table that this machine can run, fastest first, the never executed ones included.
+    pub fn available() -> impl Iterator<Item = &'static Isa> {
+        TABLES.iter().copied().filter(|isa| (isa.detected)())
+    }
+
+    /// The table of that name, if this machine can run it.
+    pub fn by_name(name: &str) -> Option<&'static Isa> {
+        Isa::available().find(|isa| isa.name == name)
+    }
+}
+
+impl std::fmt::Debug for Isa {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_best_table_was_executed_and_scalar_is_always_there() {
+        assert!(Isa::best().executed || std::env::var("ENGINE_ISA").is_ok());
+        assert_eq!(Isa::available().last().map(|i| i.level), Some(Level::Scalar));
+        assert!(Isa::by_name("mmx").is_none());
+    }
+}

@@ -1,0 +1,18 @@
+//! The CPU backend.
+
+pub mod acts;
+pub mod attend;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod buf;
+pub mod isa;
+pub mod kv;
+pub mod lanes;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+pub mod linear;
+pub mod ops;
+pub mod probe;
+mod scalar;

@@ -1,0 +1,110 @@
+//! The table that runs anywhere. Correct first; fast enough to test with.
+
+use super::acts::{Acts, TINY};
+use super::isa::{Isa, Level};
+use super::linear::{FloatPanel, IntPanel, Scratch};
+use quern_models::{PANEL, ZeroKind};
+use std::ops::Range;
+
+pub(crate) static ISA: Isa = Isa {
+    name: "scalar",
+    level: Level::Scalar,
+    executed: true,
+    detected: || true,
+    quantize,
+    int4_int8: int_int8,
+    int4_f32: int_f32,
+    int8_int8: int_int8,
+    int8_f32: int_f32,
+    float,
+};
+
+/// # Safety
+/// `to` is writable for the quads of a block of `x.len()` values, `step` bytes apart.
+pub(crate) unsafe fn quantize(x: &[f32], to: *mut i8, step: usize) -> (f32, i32) {
+    // As integers, magnitudes order like the floats they are, with infinities and NaNs on top.
+    let top = x.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
+    let amax = f32::from_bits(top);
+    let (scale, inv) = match amax {
+        a if !a.is_finite() => (f32::NAN, 0.0),
+        a if a < TINY => (0.0, 0.0),
+        a => (a / 127.0, 127.0 / a),
+    };
+    let mut sum = 0;
+    for (i, v) in x.iter().enumerate() {
+        let q = if inv == 0.0 { 0 } else { (v * inv).round_ties_even() as i8 };
+        sum += q as i32;
+        // SAFETY: the caller's promise.
+        unsafe { *to.add(i / 4 * step + i % 4) = q }
+    }
+    (scale, sum)
+}
+
+/// # Safety
+/// Shapes as [`super::linear::linear_panel`] checks them.
+unsafe fn int_int8(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], _: &mut Scratch) {
+    tile.fill(0.0);
+    let block = a.block();
+    let mut codes = [0i32; 64];
+    for b in 0..a.blocks() {
+        let g = b * block / w.group;
+        for r in 0..PANEL {
+            let (s, z, m) = (w.scale_at(r, g), w.zero_at(r, g), w.min_at(r, g));
+            for (k, code) in codes[..block].iter_mut().enumerate() {
+                *code = w.code_at(r, b * block + k);
+            }
+            for (i, row) in rows.clone().enumerate() {
+                let dot: i32 = (0..block).map(|k| codes[k] * a.int8(row, b * block + k) as i32).sum();
+                let (sa, sum) = a.scale_and_sum(row, b);
+                let y = &mut tile[i * PANEL + r];
+                *y = ((dot - z * sum) as f32).mul_add(s * sa, *y);
+                if w.zero == ZeroKind::Min {
+                    *y = (m * sa).mul_add(sum as f32, *y);
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// Shapes as [`super::linear::linear_panel`] checks them.
+unsafe fn int_f32(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
+    scratch.weights.reserve(w.k);
+    for r in 0..PANEL {
+        let weights = scratch.weights.slice_mut(w.k);
+        for (k, weight) in weights.iter_mut().enumerate() {
+            let g = k / w.group;
+            let s = w.scale_at(r, g);
+            *weight = match w.zero {
+                ZeroKind::Min => s * w.code_at(r, k) as f32 + w.min_at(r, g),
+                _ => s * (w.code_at(r, k) - w.zero_at(r, g)) as f32,
+            };
+        }
+        for (i, row) in rows.clone().enumerate() {
+            // SAFETY: the row exists and is readable for k columns.
+            let x = unsafe { std::slice::from_raw_parts(a.row_ptr(row), w.k) };
+            let mut p = [0f32; 4];
+            for k in 0..w.k {
+                p[k % 4] = weights[k].mul_add(x[k], p[k % 4]);
+            }
+            tile[i * PANEL + r] = (p[0] + p[1]) + (p[2] + p[3]);
+        }
+    }
+}
+
+/// # Safety
+/// Shapes as [`super::linear::linear_panel`] checks them.
+unsafe fn float(w: &FloatPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], _: &mut Scratch) {
+    tile.fill(0.0);
+    for (i, row) in rows.enumerate() {
+        // SAFETY: the row exists and is readable for k columns.
+        let x = unsafe { std::slice::from_raw_parts(a.row_ptr(row), w.k) };
+        for r in 0..w.n {
+            let mut p = [0f32; 8];
+            for (k, x) in x.iter().enumerate() {
+                p[k % 8] = w.kind.read(w.rows, r * w.k + k).mul_add(*x, p[k % 8]);
+            }
+            tile[i * PANEL + r] = ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]));
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! The CPU executor: the mapped file, KV memory, a team of threads, and plans checked before use.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use quern_models::{ModelFile, ModelSpec, Scheme, spec::Attn};
+
+use super::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan, Ticket, forward::Forward};
+use crate::{
+    cpu::{
+        acts::Mode,
+        isa::Isa,
+        kv::{BLOCK, KvLayer, KvMemory, KvType},
+        lanes::Simd,
+    },
+    sample::{History, Sampled, sample},
+    team::Team,
+};
+
+/// How a model is run on the CPU.
+#[derive(Debug, Clone, Copy)]
+pub struct CpuOptions {
+    /// Threads; 0 takes every core this process may use.
+    pub threads: usize,
+    /// KV blocks of 16 tokens.
+    pub blocks: usize,
+    /// Activations of integer weights.
+    pub mode: Mode,
+    /// Keys and values.
+    pub kv: KvType,
+}
+
+/// A model on the CPU.
+pub struct CpuExecutor {
+    forward: Forward,
+    /// Outputs of submitted steps that were not collected yet.
+    ready: BTreeMap<u64, Vec<ChunkOutput>>,
+    next: u64,
+}
+
+impl CpuExecutor {
+    /// Prepares buffers; weights stay in the mapped file.
+    pub fn new(file: Arc<ModelFile>, options: CpuOptions) -> Result<CpuExecutor, ExecError> {
+        let spec = file.spec();
+        let layers = kv_layers(spec);
+        let bytes = KvMemory::block_bytes(&layers, options.kv).saturating_mul(options.blocks);
+        let memory = ExecError::Memory { bytes, blocks: options.blocks };
+        let kv = KvMemory::new(&layers, options.blocks, options.kv).ok_or(memory)?;
+        let threads = match options.threads {
+            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+            n => n,
+        };
+        for info in file.tensors() {
+            if let Scheme::Int { bits, .. } = info.scheme
+                && bits != 4
+                && bits != 8
+            {
+                let what = format!("{}-bit codes have no CPU kernel", bits);
+                return Err(ExecError::Unsupported { tensor: info.name.clone(), what });
+            }
+        }
+        let forward = Forward::new(file, kv, options.mode, Team::new(threads), Isa::best(), Simd::detect());
+        Ok(CpuExecutor { forward, ready: BTreeMap::new(), next: 0 })
+    }
+
+    /// Bytes of one KV block of a model.
+    pub fn block_bytes(spec: &ModelSpec, kv: KvType) -> usize {
+        KvMemory::block_bytes(&kv_layers(spec), kv)
+    }
+
+    /// Parallel regions run so far; a region costs a synchronisation of all threads.
+    pub fn regions(&self) -> usize {
+        self.forward.regions()
+    }
+
+    fn check(&self, plan: &Plan) -> Result<(), ExecError> {
+        let vocab = self.forward.spec().vocab;
+        for (chunk, c) in plan.chunks.iter().enumerate() {
+            let bad = |what, expected: String, got: String| Err(ExecError::Plan { chunk, what, expected, got });
+            if c.tokens.is_empty() {
+                return bad("tokens", "at least 1".into(), "0".into());
+            }
+            if let Some(t) = c.tokens.iter().find(|&&t| t as usize >= vocab) {
+                return bad("token", format!("below {vocab}"), t.to_string());
+            }
+            let needed = (c.start + c.tokens.len()).div_ceil(BLOCK);
+            if c.blocks.len() < needed {
+                return bad("blocks", format!("at least {needed}"), c.blocks.len().to_string());
+            }
+            if let Some(b) = c.blocks.iter().find(|&&b| b as usize >= self.blocks()) {
+                return bad("block", format!("below {}", self.blocks()), b.to_string());
+            }
+            if c.output.from(c.tokens.len()) > c.tokens.len() {
+                return bad("first output row", format!("at most {}", c.tokens.len()), c.output.from(0).to_string());
+            }
+            if let Output::Tokens { history, .. } = &c.output
+                && history.len() != c.start + c.tokens.len()
+            {
+                return bad("history", (c.start + c.tokens.len()).to_string(), history.len().to_string());
+            }
+            let own = &c.blocks[c.start / BLOCK..needed];
+            let shared = plan.chunks[..chunk].iter().any(|o| {
+                o.blocks[o.start / BLOCK..(o.start + o.tokens.len()).div_ceil(BLOCK)].iter().any(|b| own.contains(b))
+            });
+            let twice = own.iter().enumerate().any(|(i, b)| own[..i].contains(b));
+            if shared || twice {
+                return bad("blocks written in this step", "each once".into(), format!("{own:?} used twice"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Executor for CpuExecutor {
+    fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
+        self.check(plan)?;
+        let outputs = if plan.chunks.is_empty() {
+            vec![]
+        } else {
+            let vocab = self.forward.spec().vocab;
+            let mut logits = self.forward.step(plan);
+            plan.chunks.iter().map(|c| output(c, vocab, &mut logits)).collect()
+        };
+        self.next += 1;
+        self.ready.insert(self.next, outputs);
+        Ok(Ticket(self.next))
+    }
+
+    fn collect(&mut self, ticket: Ticket) -> Result<Vec<ChunkOutput>, ExecError> {
+        self.ready.remove(&ticket.0).ok_or(ExecError::Ticket(ticket.0))
+    }
+
+    fn blocks(&self) -> usize {
+        self.forward.kv().blocks()
+    }
+
+    fn copy_block(&mut self, from: u32, to: u32) {
+        assert!((from as usize) < self.blocks() && (to as usize) < self.blocks(), "block {from} or {to}");
+        // SAFETY: `&mut self`: no step is running, so nobody reads or writes either block.
+        unsafe { self.forward.kv().copy_block(from, to) }
+    }
+
+    fn describe(&self) -> String {
+        self.forward.describe()
+    }
+}
+
+/// Turns the front of `logits` into what the chunk asked for, and moves past it.
+fn output(chunk: &Chunk, vocab: usize, logits: &mut &mut [f32]) -> ChunkOutput {
+    let rows = chunk.tokens.len() - chunk.output.from(chunk.tokens.len());
+    let (mine, rest) = std::mem::take(logits).split_at_mut(rows * vocab);
+    *logits = rest;
+    match &chunk.output {
+        Output::None => ChunkOutput::None,
+        Output::Logits { .. } => ChunkOutput::Logits(mine.to_vec()),
+        Output::Tokens { from, params, history, prompt_len, logprobs } => {
+            let choose = |(i, row): (usize, &mut [f32])| {
+                // The token after position p is at p + 1, and that is the length of its history.
+                let position = chunk.start + from + i + 1;
+                let history = History { tokens: &history[..position], prompt_len: *prompt_len };
+                sample(row, params, history, position as u64, *logprobs)
+            };
+            let tokens: Result<Vec<Sampled>, _> = mine.chunks_exact_mut(vocab).enumerate().map(choose).collect();
+            ChunkOutput::Tokens(tokens)
+        }
+    }
+}
+
+fn kv_layers(spec: &ModelSpec) -> Vec<KvLayer> {
+    let layer = |attn: &Attn| {
+        let Attn::Gqa { kv_heads, head_dim, .. } = *attn;
+        KvLayer { kv_heads, head_dim }
+    };
+    spec.layers.iter().map(|l| layer(&l.attn)).collect()
+}

@@ -1,0 +1,138 @@
+//! Running a [`ModelSpec`](quern_models::ModelSpec): what the engine asks of a device and gets back.
+//!
+//! The interface is asynchronous so that a device can work while the engine schedules: `submit` a
+//! plan, later `collect` its tokens. The CPU computes inside `submit`. An executor keeps weights,
+//! activations and KV memory, and no scheduling state: which block belongs to whom is the plan's
+//! business. One dynamic call a step.
+
+mod cpu;
+mod forward;
+
+pub use cpu::{CpuExecutor, CpuOptions};
+
+use crate::sample::{SampleError, Sampled, SamplingParams};
+
+/// Work of one step: new tokens of some sequences.
+#[derive(Debug, Default)]
+pub struct Plan<'a> {
+    /// Chunks, each of another sequence. A chunk may be a whole prompt, a part of it or one token:
+    /// it is computed the same way.
+    pub chunks: Vec<Chunk<'a>>,
+}
+
+/// New tokens of one sequence.
+#[derive(Debug)]
+pub struct Chunk<'a> {
+    /// The tokens, at least one.
+    pub tokens: &'a [u32],
+    /// Position of the first; everything before it is in the cache.
+    pub start: usize,
+    /// The sequence's blocks, at least up to the last token.
+    pub blocks: &'a [u32],
+    /// What is wanted back.
+    pub output: Output<'a>,
+}
+
+/// What a chunk gives back.
+#[derive(Debug)]
+pub enum Output<'a> {
+    /// Nothing: the prompt goes on in a later step.
+    None,
+    /// The next token after each of `tokens[from..]`.
+    Tokens {
+        /// First row that is sampled.
+        from: usize,
+        /// How tokens are chosen.
+        params: &'a SamplingParams,
+        /// Every token of the sequence up to the end of the chunk.
+        history: &'a [u32],
+        /// How many of them are the prompt.
+        prompt_len: usize,
+        /// `Some(n)`: report logprobs, of the choice and of the `n` likeliest.
+        logprobs: Option<usize>,
+    },
+    /// The logits after each of `tokens[from..]`.
+    Logits {
+        /// First row wanted.
+        from: usize,
+    },
+}
+
+impl Output<'_> {
+    /// First row that needs logits; `rows` if none does.
+    fn from(&self, rows: usize) -> usize {
+        match self {
+            Output::None => rows,
+            Output::Tokens { from, .. } | Output::Logits { from } => *from,
+        }
+    }
+}
+
+/// A submitted plan, to be collected once.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Ticket(u64);
+
+/// What a chunk gave.
+#[derive(Debug)]
+pub enum ChunkOutput {
+    /// Nothing was asked.
+    None,
+    /// Tokens in order, or why none could be chosen (of this chunk only; others are unaffected).
+    Tokens(Result<Vec<Sampled>, SampleError>),
+    /// Logits `[rows, vocab]`.
+    Logits(Vec<f32>),
+}
+
+/// A plan the device cannot run, or a device that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ExecError {
+    /// The plan contradicts itself or the model: a bug in the caller.
+    #[error("plan, chunk {chunk}: {what}: expected {expected}, got {got}")]
+    Plan {
+        /// Index of the chunk.
+        chunk: usize,
+        /// Field concerned.
+        what: &'static str,
+        /// What would be right.
+        expected: String,
+        /// What was found.
+        got: String,
+    },
+    /// A ticket that was never issued or was collected before.
+    #[error("ticket {0} is not there to be collected")]
+    Ticket(u64),
+    /// The KV cache does not fit into memory.
+    #[error("the KV cache needs {bytes} bytes ({blocks} blocks of 16 tokens), which cannot be had; ask for a smaller context")]
+    Memory {
+        /// Bytes asked.
+        bytes: usize,
+        /// Blocks asked.
+        blocks: usize,
+    },
+    /// The model needs something this device's kernels lack.
+    #[error("tensor {tensor}: {what}")]
+    Unsupported {
+        /// Tensor concerned.
+        tensor: String,
+        /// What is lacking.
+        what: String,
+    },
+}
+
+/// A device with a model on it.
+pub trait Executor: Send {
+    /// Starts a step.
+    fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError>;
+
+    /// Waits for a step and returns one output per chunk, in plan order.
+    fn collect(&mut self, ticket: Ticket) -> Result<Vec<ChunkOutput>, ExecError>;
+
+    /// KV blocks there are.
+    fn blocks(&self) -> usize;
+
+    /// Copies a block's keys and values, for a sequence that leaves a shared one.
+    fn copy_block(&mut self, from: u32, to: u32);
+
+    /// Numeric mode and instruction set, as shown to people: `int8 activations, f16 KV, avx2, 2 threads`.
+    fn describe(&self) -> String;
+}

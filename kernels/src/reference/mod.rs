@@ -1,0 +1,5 @@
+//! The oracle: the slowest obvious code, which everything fast is tested against.
+
+pub mod forward;
+pub mod linear;
+pub mod ops;

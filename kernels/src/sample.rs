@@ -1,0 +1,226 @@
+//! Choosing the next token from a row of logits.
+//!
+//! The order is: penalties, logit bias, temperature, top-k, top-p, min-p, then
+//! `argmax(logit + Gumbel(seed, position, token))`, which draws from the softmax of what is left.
+//! The noise is a counter-based hash of `(seed, position, token)`, never a generator with state, so
+//! a token does not depend on batching, preemption or speculation, and a draft that guessed right
+//! is exactly the token that would have been drawn.
+//!
+//! Pure: no clock, thread or device. What a GPU sampler does must equal what is written here.
+
+use std::cmp::Ordering;
+
+mod noise;
+mod params;
+
+pub use noise::gumbel;
+pub use params::{SampleError, SamplingParams};
+
+/// A token and its logit, after penalties, bias and temperature.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Candidate {
+    token: u32,
+    logit: f32,
+}
+
+/// The tokens a request consists of so far.
+#[derive(Debug, Clone, Copy)]
+pub struct History<'a> {
+    /// Prompt and output.
+    pub tokens: &'a [u32],
+    /// How many of them are the prompt; the rest are output.
+    pub prompt_len: usize,
+}
+
+/// What was chosen.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sampled {
+    /// The token.
+    pub token: u32,
+    /// Its logprob under the model's own distribution (before penalties and temperature), if asked.
+    pub logprob: Option<f32>,
+    /// The most likely tokens and their logprobs, likeliest first, if asked.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Chooses the token at `position` (its index in prompt + output), using `logits` as scratch.
+///
+/// `logprobs`: `Some(n)` also reports the logprob of the choice and of the `n` likeliest tokens.
+/// NaN never wins; a row in which nothing can be chosen is an error. Equal logits: the lower id.
+pub fn sample(
+    logits: &mut [f32],
+    params: &SamplingParams,
+    history: History<'_>,
+    position: u64,
+    logprobs: Option<usize>,
+) -> Result<Sampled, SampleError> {
+    let report = logprobs.map(|n| (log_sum_exp(logits), n));
+    let (normalizer, top) = match report {
+        Some((sum, n)) => {
+            (sum, likeliest(logits, n).into_iter().map(|c| (c.token, c.logit - sum)).collect())
+        }
+        None => (0.0, Vec::new()),
+    };
+    // The model's own logits are needed again for the choice, after they were overwritten.
+    let original = report.map(|_| logits.to_vec());
+    let token = choose(logits, params, history, position)?;
+    Ok(Sampled { token, logprob: original.map(|l| l[token as usize] - normalizer), top })
+}
+
+/// The likeliest token: the first of the largest logits, or `None` where every logit is NaN or -inf.
+pub fn argmax(logits: &[f32]) -> Option<u32> {
+    let mut best = Candidate { token: 0, logit: f32::NEG_INFINITY };
+    for (token, &logit) in logits.iter().enumerate() {
+        // False for NaN.
+        if logit > best.logit {
+            best = Candidate { token: token as u32, logit };
+        }
+    }
+    (best.logit > f32::NEG_INFINITY).then_some(best.token)
+}
+
+fn choose(
+    logits: &mut [f32],
+    params: &SamplingParams,
+    history: History<'_>,
+    position: u64,
+) -> Result<u32, SampleError> {
+    penalize(logits, params, history);
+    for &(token, bias) in &params.logit_bias {
+        let vocab = logits.len();
+        *logits.get_mut(token as usize).ok_or(SampleError::BiasToken { token, vocab })? += bias;
+    }
+    let best = argmax(logits)
+        .ok_or_else(|| SampleError::NothingToChoose { vocab: logits.len(), nans: nans(logits) })?;
+    let max = logits[best as usize];
+    // An infinite logit has all the probability.
+    if params.is_greedy() || max == f32::INFINITY {
+        return Ok(best);
+    }
+    // Relative to the largest, so that a tiny temperature cannot overflow; NaN becomes unreachable.
+    let scale = 1.0 / params.temperature;
+    for logit in logits.iter_mut() {
+        *logit = if logit.is_nan() { f32::NEG_INFINITY } else { (*logit - max) * scale };
+    }
+    let vocab = logits.len();
+    let top_k = if params.top_k == 0 { vocab } else { (params.top_k as usize).min(vocab) };
+    let floor = if params.min_p > 0.0 { params.min_p.ln() } else { f32::NEG_INFINITY };
+    if top_k == vocab && params.top_p >= 1.0 {
+        let all = logits.iter().enumerate().filter(|&(_, &logit)| logit >= floor);
+        let all = all.map(|(token, &logit)| Candidate { token: token as u32, logit });
+        return Ok(noise::draw(all, params.seed, position));
+    }
+    let kept = if params.top_p >= 1.0 {
+        likeliest(logits, top_k)
+    } else {
+        nucleus(logits, top_k, params.top_p)
+    };
+    let kept = kept.into_iter().filter(|c| c.logit >= floor);
+    Ok(noise::draw(kept, params.seed, position))
+}
+
+/// Repetition over prompt and output (Hugging Face's rule), presence and frequency over the output.
+fn penalize(logits: &mut [f32], params: &SamplingParams, history: History<'_>) {
+    let SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, .. } = *params;
+    if repetition_penalty == 1.0 && presence_penalty == 0.0 && frequency_penalty == 0.0 {
+        return;
+    }
+    let skipped = match params.penalty_last_n {
+        Some(last) => history.tokens.len().saturating_sub(last),
+        None => 0,
+    };
+    let mut uses: Vec<(bool, u32)> = vec![(false, 0); logits.len()]; // (seen, times in the output)
+    for (index, &token) in history.tokens.iter().enumerate().skip(skipped) {
+        if let Some((seen, times)) = uses.get_mut(token as usize) {
+            *seen = true;
+            *times += u32::from(index >= history.prompt_len);
+        }
+    }
+    for (logit, (seen, times)) in logits.iter_mut().zip(uses) {
+        if seen {
+            *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
+        }
+        if times > 0 {
+            *logit -= presence_penalty + frequency_penalty * times as f32;
+        }
+    }
+}
+
+/// The smallest set of the `top_k` likeliest tokens that holds the share `top_p` of their
+/// probability, likeliest first; always at least one token.
+fn nucleus(logits: &[f32], top_k: usize, top_p: f32) -> Vec<Candidate> {
+    let all = top_k == logits.len();
+    let restricted = if all { Vec::new() } else { likeliest(logits, top_k) };
+    let total: f64 = if all {
+        logits.iter().map(|&logit| f64::from(logit.exp())).sum()
+    } else {
+        restricted.iter().map(|c| f64::from(c.logit.exp())).sum()
+    };
+    let wanted = f64::from(top_p) * total;
+    // Usually a handful of tokens suffices, so ask for a few and for more only where needed.
+    let mut size = 64;
+    loop {
+        let mut kept = if all { likeliest(logits, size) } else { restricted.clone() };
+        let mut held = 0.0;
+        let enough = kept.iter().position(|c| {
+            held += f64::from(c.logit.exp());
+            held >= wanted
+        });
+        if let Some(last) = enough {
+            kept.truncate(last + 1);
+            return kept;
+        }
+        if !all || size >= logits.len() {
+            return kept; // rounding kept the sum a hair below a top_p close to 1
+        }
+        size *= 8;
+    }
+}
+
+/// The `count` largest logits, largest first, equal ones by id; NaN and -inf are left out.
+///
+/// One pass with a threshold: only what beats the worst of the best so far is kept, so the whole
+/// vocabulary is never sorted.
+fn likeliest(logits: &[f32], count: usize) -> Vec<Candidate> {
+    if count == 0 {
+        return Vec::new();
+    }
+    let order = |a: &Candidate, b: &Candidate| {
+        // No NaN gets into `best`. Not total_cmp: 0.0 and -0.0 are equal here.
+        b.logit.partial_cmp(&a.logit).unwrap_or(Ordering::Equal).then(a.token.cmp(&b.token))
+    };
+    let room = count.saturating_mul(2).max(64);
+    let mut best: Vec<Candidate> = Vec::with_capacity(room.min(logits.len()));
+    let mut threshold = f32::NEG_INFINITY;
+    for (token, &logit) in logits.iter().enumerate() {
+        // A later token with an equal logit loses to the earlier one, so `>` is enough.
+        if logit > threshold {
+            best.push(Candidate { token: token as u32, logit });
+            if best.len() == room {
+                best.select_nth_unstable_by(count - 1, order);
+                best.truncate(count);
+                threshold = best[count - 1].logit;
+            }
+        }
+    }
+    best.sort_unstable_by(order);
+    best.truncate(count);
+    best
+}
+
+/// log(sum(exp(logits))); NaN counts as nothing.
+fn log_sum_exp(logits: &[f32]) -> f32 {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if max.is_infinite() {
+        return max;
+    }
+    let sum: f64 = logits.iter().filter(|l| !l.is_nan()).map(|l| f64::from((l - max).exp())).sum();
+    max + sum.ln() as f32
+}
+
+fn nans(logits: &[f32]) -> usize {
+    logits.iter().filter(|l| l.is_nan()).count()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,230 @@
+//! The CPU executor against the oracle, and batch invariance of whole steps.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{path::PathBuf, sync::Arc};
+
+use quern_kernels::{
+    cpu::{acts::Mode, kv::KvType},
+    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Output, Plan},
+    reference,
+    sample::SamplingParams,
+};
+use quern_models::{
+    FileWriter, FloatType, Generation, Meta, ModelFile, Scheme, TensorPlan, ZeroKind,
+    spec::{Act, Attn, Layer, Mlp, ModelSpec, Norm, Rope, RopeScaling},
+};
+
+/// A small random model; `linear` is the scheme of its matrices.
+fn model(name: &str, linear: Scheme, embed: Scheme, tied: bool) -> Arc<ModelFile> {
+    let norm = Norm::Rms { eps: 1e-5 };
+    let layer = Layer {
+        attn_norm: norm.clone(),
+        attn: Attn::Gqa {
+            heads: 6,
+            kv_heads: 2,
+            head_dim: 16,
+            scale: 0.25,
+            rope: Rope { theta: 10000.0, scaling: RopeScaling::Linear { factor: 2.0 } },
+        },
+        mlp_norm: norm.clone(),
+        mlp: Mlp::Gated { inner: 200, act: Act::Silu },
+    };
+    let spec = ModelSpec {
+        family: "llama".into(),
+        vocab: 130,
+        hidden: 72,
+        max_context: 2048,
+        layers: vec![layer; 2],
+        norm,
+        tied_head: tied,
+    };
+    let scheme = |t: &quern_models::spec::Needed| match (t.dims.len(), t.name.as_str()) {
+        (1, _) => Scheme::Float(FloatType::F32),
+        (_, "embed" | "head") => embed,
+        _ => linear,
+    };
+    let plans: Vec<_> =
+        spec.tensors().into_iter().map(|t| TensorPlan { scheme: scheme(&t), name: t.name, dims: t.dims }).collect();
+    let meta = Meta {
+        spec,
+        tokenizer: None,
+        chat_template: None,
+        generation: Generation::default(),
+        provenance: serde_json::json!({}),
+    };
+    let path: PathBuf = std::env::temp_dir().join(format!("quern-exec-{name}-{}.qrn", std::process::id()));
+    let mut writer = FileWriter::create(&path, &meta, plans.clone()).unwrap();
+    let mut state = 88172645463325252u64;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    for plan in &plans {
+        let (n, k) = if plan.dims.len() == 2 { (plan.dims[0], plan.dims[1]) } else { (1, plan.dims[0]) };
+        let planes = plan.scheme.planes(n, k).unwrap();
+        let mut bytes = vec![];
+        let size = 3.0 / (k as f32).sqrt();
+        match plan.scheme {
+            Scheme::Float(t) => (0..n * k).for_each(|_| t.push(if n == 1 { 1.0 + random() } else { random() * size }, &mut bytes)),
+            Scheme::Int { bits, zero, scale, .. } => {
+                let grid = if bits == 4 { 8.0 } else { 128.0 };
+                while bytes.len() < planes.codes.1 as usize {
+                    bytes.push((random() * 256.0) as i32 as u8);
+                }
+                bytes.resize(planes.scales.0 as usize, 0);
+                while bytes.len() < (planes.scales.0 + planes.scales.1) as usize {
+                    scale.push(random() * size / grid, &mut bytes);
+                }
+                bytes.resize(planes.zeros.0 as usize, 0);
+                while bytes.len() < planes.total as usize {
+                    match zero {
+                        ZeroKind::Min => scale.push(random() * size, &mut bytes),
+                        _ => bytes.push((random() * 256.0) as i32 as u8),
+                    }
+                }
+            }
+        }
+        writer.write(&bytes).unwrap();
+    }
+    writer.finish().unwrap();
+    let file = ModelFile::open(&path).unwrap();
+    std::fs::remove_file(path).unwrap();
+    Arc::new(file)
+}
+
+fn int(bits: u8, group: u32, zero: ZeroKind) -> Scheme {
+    Scheme::Int { bits, group, zero, scale: FloatType::F16 }
+}
+
+fn executor(file: &Arc<ModelFile>, mode: Mode, kv: KvType, threads: usize) -> CpuExecutor {
+    CpuExecutor::new(file.clone(), CpuOptions { threads, blocks: 64, mode, kv }).unwrap()
+}
+
+fn tokens(n: usize) -> Vec<u32> {
+    (0..n).map(|i| (i * 37 % 130) as u32).collect()
+}
+
+/// Logits of every token, computed in chunks of the given sizes with `others` running beside.
+fn run(executor: &mut CpuExecutor, tokens: &[u32], sizes: &[usize], others: usize) -> Vec<f32> {
+    let mut logits = vec![];
+    let (mut at, mut step) = (0, 0);
+    // Scattered blocks, and other sequences with blocks between them.
+    let blocks: Vec<u32> = (0..10).map(|i| (i * 5 + 3) % 50).collect();
+    let other: Vec<Vec<u32>> = (0..others as u32).map(|o| vec![50 + 2 * o, 51 + 2 * o]).collect();
+    while at < tokens.len() {
+        let n = sizes[step % sizes.len()].min(tokens.len() - at);
+        let mut chunks = vec![];
+        for (o, table) in other.iter().enumerate() {
+            let start = (step * (o + 1)).min(24);
+            chunks.push(Chunk { tokens: &tokens[o..o + 1 + o % 3], start, blocks: table, output: Output::Logits { from: 0 } });
+        }
+        chunks.push(Chunk { tokens: &tokens[at..at + n], start: at, blocks: &blocks, output: Output::Logits { from: 0 } });
+        let ticket = executor.submit(&Plan { chunks }).unwrap();
+        let ChunkOutput::Logits(rows) = executor.collect(ticket).unwrap().pop().unwrap() else { panic!("no logits") };
+        logits.extend(rows);
+        (at, step) = (at + n, step + 1);
+    }
+    logits
+}
+
+/// Largest difference, as a share of the range of the oracle's logits.
+fn deviation(got: &[f32], want: &[f32]) -> f32 {
+    assert_eq!(got.len(), want.len());
+    let (min, max) = want.iter().fold((f32::MAX, f32::MIN), |(a, b), &x| (a.min(x), b.max(x)));
+    got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / (max - min)
+}
+
+#[test]
+fn exact_mode_equals_the_oracle() {
+    let f = Scheme::Float;
+    let cases = [
+        ("f32", f(FloatType::F32), f(FloatType::F16), true),
+        ("bf16", f(FloatType::BF16), f(FloatType::BF16), false),
+        ("int4-sym", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true),
+        ("int4-zero", int(4, 64, ZeroKind::Code), f(FloatType::F16), false),
+        ("int4-min", int(4, 32, ZeroKind::Min), int(4, 32, ZeroKind::Min), true),
+        ("int4-channel", int(4, 96, ZeroKind::Mid), int(8, 128, ZeroKind::Code), false),
+        ("int8", int(8, 64, ZeroKind::Mid), int(8, 64, ZeroKind::Mid), true),
+    ];
+    let tokens = tokens(41);
+    for (name, linear, embed, tied) in cases {
+        let file = model(name, linear, embed, tied);
+        let want = reference::forward::logits(&file, &tokens);
+        let exact = run(&mut executor(&file, Mode::F32, KvType::F32, 2), &tokens, &[41], 0);
+        let d = deviation(&exact, &want);
+        assert!(d < 2e-6, "{name}: exact mode is {d:.1e} of the range away");
+        let default = run(&mut executor(&file, Mode::Int8, KvType::F16, 2), &tokens, &[41], 0);
+        let d = deviation(&default, &want);
+        assert!(d < 0.02, "{name}: default mode is {d:.1e} of the range away");
+        let integers = matches!(linear, Scheme::Int { .. });
+        assert!(!integers || d > 1e-5, "{name}: default mode did not quantize activations ({d:.1e})");
+    }
+}
+
+/// Alone, chunked, in a batch, on another number of threads: the same bits.
+#[test]
+fn logits_do_not_depend_on_the_company() {
+    let tokens = tokens(150);
+    for (name, scheme) in [("inv4", int(4, 64, ZeroKind::Mid)), ("inv8", int(8, 32, ZeroKind::Code)), ("invf", Scheme::Float(FloatType::F16))] {
+        let file = model(name, scheme, int(8, 32, ZeroKind::Mid), true);
+        for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::F32)] {
+            let want = run(&mut executor(&file, mode, kv, 1), &tokens, &[1], 0);
+            for (threads, sizes, others) in [(1, &[150][..], 0), (2, &[150], 3), (2, &[1], 5), (3, &[64, 7, 1], 1), (2, &[17, 40], 4)] {
+                let got = run(&mut executor(&file, mode, kv, threads), &tokens, sizes, others);
+                let same = got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{name} {mode:?}: {threads} threads, chunks {sizes:?}, {others} others: {:e}", deviation(&got, &want));
+            }
+        }
+    }
+}
+
+#[test]
+fn sampled_tokens_follow_the_logits_and_the_seed() {
+    let file = model("sample", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    let mut executor = executor(&file, Mode::Int8, KvType::F16, 2);
+    let tokens = tokens(20);
+    let logits = run(&mut executor, &tokens, &[20], 0);
+    let mut ask = |params: &SamplingParams| {
+        let output = Output::Tokens { from: 15, params, history: &tokens, prompt_len: 20, logprobs: Some(2) };
+        let plan = Plan { chunks: vec![Chunk { tokens: &tokens, start: 0, blocks: &[7, 9], output }] };
+        let ticket = executor.submit(&plan).unwrap();
+        match executor.collect(ticket).unwrap().remove(0) {
+            ChunkOutput::Tokens(t) => t.unwrap(),
+            other => panic!("{other:?}"),
+        }
+    };
+    let greedy = ask(&SamplingParams::greedy());
+    assert_eq!(greedy.len(), 5);
+    for (i, s) in greedy.iter().enumerate() {
+        let row = &logits[(15 + i) * 130..(16 + i) * 130];
+        assert!(row.iter().all(|&x| x <= row[s.token as usize]));
+        assert_eq!(s.top[0].0, s.token);
+    }
+    let warm = SamplingParams { temperature: 3.0, seed: 5, ..SamplingParams::greedy() };
+    assert_eq!(ask(&warm), ask(&warm));
+    let other = SamplingParams { seed: 6, ..warm.clone() };
+    assert_ne!(ask(&warm), ask(&other));
+}
+
+#[test]
+fn a_wrong_plan_is_refused() {
+    let file = model("plan", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    let mut executor = executor(&file, Mode::Int8, KvType::F16, 1);
+    let mut refused = |tokens: &[u32], start, blocks: &[u32]| {
+        let chunk = Chunk { tokens, start, blocks, output: Output::None };
+        executor.submit(&Plan { chunks: vec![chunk] }).unwrap_err().to_string()
+    };
+    assert!(refused(&[], 0, &[0]).contains("tokens"));
+    assert!(refused(&[130], 0, &[0]).contains("below 130"));
+    assert!(refused(&[1], 16, &[0]).contains("blocks"));
+    assert!(refused(&[1], 0, &[64]).contains("below 64"));
+    assert!(refused(&[1; 17], 0, &[3, 3]).contains("twice"));
+    let ticket = executor.submit(&Plan::default()).unwrap();
+    assert!(executor.collect(ticket).unwrap().is_empty());
+    let chunk = |blocks| Chunk { tokens: &[1], start: 0, blocks, output: Output::None };
+    let plan = Plan { chunks: vec![chunk(&[2, 5]), chunk(&[2, 6])] };
+    assert!(matches!(executor.submit(&plan), Err(ExecError::Plan { chunk: 1, .. })));
+}

@@ -1,0 +1,151 @@
+//! `quern bench`: speed of prompts, generation, depth and batches, one row each.
+
+mod rows;
+mod synthetic;
+
+use std::{error::Error, path::PathBuf, sync::Arc};
+
+use clap::{Args, ValueEnum};
+use quern_kernels::{
+    cpu::probe::read_bandwidth,
+    exec::{CpuExecutor, CpuOptions},
+    team::Team,
+};
+use quern_models::ModelFile;
+
+use super::{Activations, Kv, print};
+use rows::{Measured, Test};
+
+/// Flags of `quern bench`.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// A .qrn file
+    #[arg(required_unless_present = "synthetic", conflicts_with = "synthetic")]
+    file: Option<PathBuf>,
+    /// Measure a model of this shape with random int4 weights: llama-1b, llama-3b, llama-8b or a config.json
+    #[arg(long, value_name = "SHAPE")]
+    synthetic: Option<String>,
+    /// Group of the synthetic weights
+    #[arg(long, default_value_t = 64, requires = "synthetic")]
+    group: u32,
+    /// Prompt lengths, tokens
+    #[arg(short, long, value_delimiter = ',', default_value = "512")]
+    prompt: Vec<usize>,
+    /// Generation lengths, tokens
+    #[arg(short = 'n', long, value_delimiter = ',', default_value = "128")]
+    generate: Vec<usize>,
+    /// Tokens already in the cache before each test
+    #[arg(short, long, value_delimiter = ',', default_value = "0")]
+    depth: Vec<usize>,
+    /// Sequences that generate at the same time
+    #[arg(short, long, value_delimiter = ',', default_value = "1")]
+    batch: Vec<usize>,
+    /// Threads [default: all cores]
+    #[arg(short, long, value_delimiter = ',')]
+    threads: Vec<usize>,
+    /// Measured repetitions of each test, after one that warms up
+    #[arg(short, long, default_value_t = 5)]
+    repetitions: usize,
+    /// Activations of integer weights
+    #[arg(long, value_enum, default_value = "int8")]
+    activations: Activations,
+    /// Keys and values
+    #[arg(long, value_enum, default_value = "f16")]
+    kv: Kv,
+    /// How to print
+    #[arg(short, long, value_enum, default_value = "md")]
+    output: Format,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// A table
+    Md,
+    /// A list of objects
+    Json,
+}
+
+/// Runs the command.
+pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
+    let zero = |name: &str, values: &[usize]| match values.contains(&0) {
+        true => Err(format!("--{name}: at least 1 is needed")),
+        false => Ok(()),
+    };
+    zero("batch", &args.batch)?;
+    zero("threads", &args.threads)?;
+    zero("repetitions", &[args.repetitions])?;
+    let (name, file) = match (&args.file, &args.synthetic) {
+        (Some(path), _) => {
+            let name = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+            (name, ModelFile::open(path).map_err(|e| format!("{}: {e}", path.display()))?)
+        }
+        (None, Some(shape)) => (shape.clone(), synthetic::model(shape, args.group)?),
+        (None, None) => unreachable!("clap asks for one of them"),
+    };
+    let file = Arc::new(file);
+    let tests = tests(&args);
+    let most = file.spec().max_context;
+    if let Some(t) = tests.iter().find(|t| t.depth + t.tokens > most) {
+        return Err(format!("{t}: {} tokens, the model was made for at most {most}", t.depth + t.tokens).into());
+    }
+    let threads = if args.threads.is_empty() { vec![0] } else { args.threads.clone() };
+    let mut all = vec![];
+    for threads in threads {
+        let blocks = tests.iter().map(Test::blocks).max().unwrap_or(1);
+        let options = CpuOptions { threads, blocks, mode: args.activations.into(), kv: args.kv.into() };
+        let mut executor = CpuExecutor::new(file.clone(), options)?;
+        let threads = if threads == 0 { std::thread::available_parallelism()?.get() } else { threads };
+        let bandwidth = read_bandwidth(&Team::new(threads), PROBE_BYTES);
+        for test in &tests {
+            all.push(rows::measure(&mut executor, &file, *test, args.repetitions, threads, bandwidth)?);
+        }
+    }
+    match args.output {
+        Format::Md => print(&markdown(&name, &file, &all)),
+        Format::Json => print(&format!("{}\n", serde_json::to_string_pretty(&json(&name, &file, &all))?)),
+    }
+}
+
+/// Beyond the last level of cache of the machines we know.
+const PROBE_BYTES: usize = 256 << 20;
+
+fn tests(args: &BenchArgs) -> Vec<Test> {
+    let mut tests = vec![];
+    for &depth in &args.depth {
+        for &tokens in args.prompt.iter().filter(|&&p| p > 0) {
+            tests.push(Test { generate: false, tokens, depth, batch: 1 });
+        }
+        for &tokens in args.generate.iter().filter(|&&n| n > 0) {
+            tests.extend(args.batch.iter().map(|&batch| Test { generate: true, tokens, depth, batch }));
+        }
+    }
+    tests
+}
+
+fn markdown(name: &str, file: &ModelFile, all: &[Measured]) -> String {
+    let size = super::size(file.file_len());
+    let mode = all.first().map_or("", |m| m.mode.as_str());
+    let mut s = format!("{name}, {size}, {mode}\n\n");
+    s += "| threads | test | tokens/s | ± | GB/s of weights+KV | % of read bandwidth | peak memory MB |\n";
+    s += "|--:|:--|--:|--:|--:|--:|--:|\n";
+    for m in all {
+        let share = m.bytes_per_second.map_or("".into(), |b| format!("{:.1} | {:.0}", b / 1e9, 100.0 * b / m.bandwidth));
+        let share = if share.is_empty() { " | ".into() } else { share };
+        s += &format!(
+            "| {} | {} | {:.1} | {:.1} | {share} | {:.0} |\n",
+            m.threads, m.test, m.median, m.deviation, m.peak_memory as f64 / 1e6
+        );
+    }
+    s + "\nMedian of the repetitions ± their standard deviation; ppN: a prompt of N tokens, tgN: N tokens generated,\n@ dN: with N tokens in the cache, x N: N sequences at once (tokens of all). Read bandwidth measured in this run.\n"
+}
+
+fn json(name: &str, file: &ModelFile, all: &[Measured]) -> serde_json::Value {
+    let one = |m: &Measured| {
+        serde_json::json!({
+            "model": name, "model_bytes": file.file_len(), "mode": m.mode, "threads": m.threads,
+            "test": m.test.to_string(), "tokens_per_second": m.median, "deviation": m.deviation, "samples": m.samples,
+            "bytes_per_second": m.bytes_per_second, "read_bandwidth": m.bandwidth, "peak_memory": m.peak_memory,
+        })
+    };
+    all.iter().map(one).collect()
+}

@@ -1,0 +1,179 @@
+//! Measuring one row.
+
+use std::{error::Error, fmt, time::Instant};
+
+use quern_kernels::{
+    exec::{Chunk, CpuExecutor, Executor, Output, Plan},
+    sample::SamplingParams,
+};
+use quern_models::{ModelFile, spec::Attn};
+
+/// One thing to measure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Test {
+    /// Generate, or compute a prompt.
+    pub generate: bool,
+    /// Tokens of the prompt, or of the generation per sequence.
+    pub tokens: usize,
+    /// Tokens in the cache before.
+    pub depth: usize,
+    /// Sequences at once.
+    pub batch: usize,
+}
+
+/// A measured row.
+#[derive(Debug)]
+pub struct Measured {
+    /// What was measured.
+    pub test: Test,
+    /// Threads used.
+    pub threads: usize,
+    /// Numeric mode and instruction set.
+    pub mode: String,
+    /// Median tokens per second.
+    pub median: f64,
+    /// Standard deviation of the samples.
+    pub deviation: f64,
+    /// Tokens per second of each repetition.
+    pub samples: Vec<f64>,
+    /// Bytes of weights and cache read per second; generation only.
+    pub bytes_per_second: Option<f64>,
+    /// Read bandwidth of the machine, measured in the same run.
+    pub bandwidth: f64,
+    /// Most memory this process ever had resident, the mapped file included.
+    pub peak_memory: u64,
+}
+
+impl fmt::Display for Test {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}", if self.generate { "tg" } else { "pp" }, self.tokens)?;
+        if self.depth > 0 {
+            write!(f, " @ d{}", self.depth)?;
+        }
+        if self.batch > 1 {
+            write!(f, " x {}", self.batch)?;
+        }
+        Ok(())
+    }
+}
+
+impl Test {
+    /// Blocks of one sequence.
+    fn blocks_each(&self) -> usize {
+        (self.depth + self.tokens).div_ceil(16)
+    }
+
+    /// KV blocks the test needs.
+    pub fn blocks(&self) -> usize {
+        self.blocks_each() * self.batch
+    }
+}
+
+/// Tokens of one step of a prompt.
+const STEP: usize = 512;
+
+/// Runs a test `repetitions` times after warming up.
+pub fn measure(
+    executor: &mut CpuExecutor,
+    file: &ModelFile,
+    test: Test,
+    repetitions: usize,
+    threads: usize,
+    bandwidth: f64,
+) -> Result<Measured, Box<dyn Error>> {
+    let vocab = file.spec().vocab as u32;
+    let each = test.blocks_each() as u32;
+    let tables: Vec<Vec<u32>> = (0..test.batch as u32).map(|s| (s * each..(s + 1) * each).collect()).collect();
+    for table in &tables {
+        prompt(executor, table, 0, test.depth, vocab)?;
+    }
+    let mut samples = vec![];
+    for repetition in 0..=repetitions {
+        let start = Instant::now();
+        if test.generate {
+            generate(executor, &tables, test.depth, test.tokens, vocab)?;
+        } else {
+            prompt(executor, &tables[0], test.depth, test.tokens, vocab)?;
+        }
+        if repetition > 0 {
+            samples.push((test.tokens * test.batch) as f64 / start.elapsed().as_secs_f64());
+        }
+    }
+    let mut sorted = samples.clone();
+    sorted.sort_by(f64::total_cmp);
+    let median = (sorted[(sorted.len() - 1) / 2] + sorted[sorted.len() / 2]) / 2.0;
+    let mean = samples.iter().sum::<f64>() / samples.len() as f64;
+    let variance = samples.iter().map(|s| (s - mean) * (s - mean)).sum::<f64>() / samples.len() as f64;
+    // One step reads the weights once and each sequence's cache up to the middle of the generation.
+    let step = weight_bytes(file) + test.batch as f64 * kv_bytes(file) * (test.depth as f64 + test.tokens as f64 / 2.0);
+    let bytes_per_second = test.generate.then(|| step * median / test.batch as f64);
+    Ok(Measured {
+        test,
+        threads,
+        mode: executor.describe(),
+        median,
+        deviation: variance.sqrt(),
+        samples,
+        bytes_per_second,
+        bandwidth,
+        peak_memory: peak_memory(),
+    })
+}
+
+/// A token that differs from place to place.
+fn token(i: usize, vocab: u32) -> u32 {
+    (i as u32).wrapping_mul(2654435761) % vocab
+}
+
+fn prompt(executor: &mut CpuExecutor, blocks: &[u32], start: usize, tokens: usize, vocab: u32) -> Result<(), Box<dyn Error>> {
+    let ids: Vec<u32> = (start..start + tokens).map(|i| token(i, vocab)).collect();
+    let greedy = SamplingParams::greedy();
+    let mut history: Vec<u32> = (0..start).map(|i| token(i, vocab)).collect();
+    for tokens in ids.chunks(STEP) {
+        let start = history.len();
+        history.extend(tokens);
+        let from = tokens.len() - 1;
+        let output = Output::Tokens { from, params: &greedy, history: &history, prompt_len: history.len(), logprobs: None };
+        let ticket = executor.submit(&Plan { chunks: vec![Chunk { tokens, start, blocks, output }] })?;
+        executor.collect(ticket)?;
+    }
+    Ok(())
+}
+
+fn generate(executor: &mut CpuExecutor, tables: &[Vec<u32>], depth: usize, tokens: usize, vocab: u32) -> Result<(), Box<dyn Error>> {
+    let greedy = SamplingParams::greedy();
+    let ids: Vec<u32> = (0..depth + tokens).map(|i| token(i, vocab)).collect();
+    for start in depth..depth + tokens {
+        let (tokens, history) = (&ids[start..start + 1], &ids[..start + 1]);
+        let chunk = |blocks| {
+            let output = Output::Tokens { from: 0, params: &greedy, history, prompt_len: depth, logprobs: None };
+            Chunk { tokens, start, blocks, output }
+        };
+        let ticket = executor.submit(&Plan { chunks: tables.iter().map(|t| chunk(t)).collect() })?;
+        executor.collect(ticket)?;
+    }
+    Ok(())
+}
+
+/// Bytes of weights that a step reads: everything but an embedding of its own, of which a row is taken.
+fn weight_bytes(file: &ModelFile) -> f64 {
+    let read = |t: &&quern_models::TensorInfo| t.name != "embed" || file.spec().tied_head;
+    file.tensors().iter().filter(read).map(|t| t.len as f64).sum()
+}
+
+/// Bytes of keys and values of one token, f16.
+fn kv_bytes(file: &ModelFile) -> f64 {
+    let layer = |l: &quern_models::spec::Layer| {
+        let Attn::Gqa { kv_heads, head_dim, .. } = l.attn;
+        4.0 * (kv_heads * head_dim) as f64
+    };
+    file.spec().layers.iter().map(layer).sum()
+}
+
+/// VmHWM of this process; 0 where the system does not tell.
+fn peak_memory() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
+    let kilobytes = line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    kilobytes.unwrap_or(0) * 1024
+}

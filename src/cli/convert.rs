@@ -1,0 +1,203 @@
+//! `quern convert`: flags, a progress line, the closing table. The work is `quern_convert`'s.
+
+use std::{
+    error::Error,
+    io::{IsTerminal, Write, stderr},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use clap::{Args, ValueEnum};
+use quern_convert::{Options, Phase, Progress, Quant, Report, Step, convert, grouped};
+
+use super::{print, size};
+
+/// Flags of `quern convert`.
+#[derive(Debug, Args)]
+#[command(after_help = "Integers of GPTQ, AWQ and GGUF (Q4_0, Q4_1, Q8_0) sources are kept bit for bit; --quant is for float \
+weights. The file takes its name only after every element has been compared with the source.")]
+pub struct ConvertArgs {
+    /// Model directory (config.json, *.safetensors), or a .safetensors or .gguf file
+    source: PathBuf,
+    /// Where to write: a file, or a directory to put NAME.qrn in [default: NAME.qrn]
+    #[arg(short, long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// What float weights become
+    #[arg(long, value_enum, default_value = "keep")]
+    quant: QuantArg,
+    /// Columns that share a scale in --quant int4 (default 64) and int8 (default 128)
+    ///
+    /// A multiple of 32. Where it does not divide a tensor's columns, the largest of 128, 64 and 32
+    /// below it that does is used, else the last group is partial.
+    #[arg(long, value_name = "COLUMNS", value_parser = group)]
+    group: Option<usize>,
+    /// What float embeddings and output head become [default: int8 with --quant int4 or int8, else as --quant; keep for quantized sources]
+    #[arg(long, value_enum)]
+    lm_head: Option<QuantArg>,
+    /// Replace an existing file
+    #[arg(long)]
+    force: bool,
+}
+
+/// [`Quant`] as flags name it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum QuantArg {
+    /// As the source stores them
+    Keep,
+    /// Half precision
+    F16,
+    /// 8-bit integers, rounded to nearest
+    Int8,
+    /// 4-bit integers, rounded to nearest
+    Int4,
+}
+
+impl From<QuantArg> for Quant {
+    fn from(arg: QuantArg) -> Quant {
+        match arg {
+            QuantArg::Keep => Quant::Keep,
+            QuantArg::F16 => Quant::F16,
+            QuantArg::Int8 => Quant::Int8,
+            QuantArg::Int4 => Quant::Int4,
+        }
+    }
+}
+
+fn group(text: &str) -> Result<usize, String> {
+    let group: usize = text.parse().map_err(|_| "expected a number".to_string())?;
+    if group == 0 || group % 32 != 0 || group > 1 << 16 {
+        return Err("expected a multiple of 32 up to 65536".into());
+    }
+    Ok(group)
+}
+
+/// Runs the command.
+pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
+    let out = match args.out {
+        Some(dir) if dir.is_dir() => dir.join(name(&args.source)),
+        Some(file) => file,
+        None => name(&args.source).into(),
+    };
+    let options = Options {
+        quant: args.quant.into(),
+        group: args.group,
+        lm_head: args.lm_head.map(Quant::from),
+        force: args.force,
+    };
+    let mut line = Line::new();
+    let result = convert(&args.source, &out, &options, &mut line);
+    line.clear();
+    print(&closing(&result?))
+}
+
+/// `NAME.qrn`, from the source's own name or, where that says nothing, its directory's.
+fn name(source: &Path) -> String {
+    let absolute = source.canonicalize().unwrap_or_else(|_| source.into());
+    let own = |p: &Path| p.file_name().map(|n| n.to_string_lossy().into_owned());
+    let mut name = own(source).or(own(&absolute)).unwrap_or_else(|| "model".into());
+    if !absolute.is_dir() {
+        let stem = [".safetensors.index.json", ".safetensors", ".gguf"].iter().find_map(|e| name.strip_suffix(e));
+        name = stem.unwrap_or(&name).to_string();
+        if name == "model" || name.starts_with("model-0") {
+            name = absolute.parent().and_then(own).unwrap_or(name);
+        }
+    }
+    name + ".qrn"
+}
+
+/// The closing table, one row per scheme.
+fn closing(report: &Report) -> String {
+    let row = |scheme: &str, tensors: usize, weights: u64, bytes: u64| {
+        let bits = bytes as f64 * 8.0 / weights.max(1) as f64;
+        format!("{scheme:<24} {tensors:>8} {:>15} {:>10} {bits:>12.2}\n", grouped(weights), size(bytes))
+    };
+    let mut text = format!("{:<24} {:>8} {:>15} {:>10} {:>12}\n", "scheme", "tensors", "weights", "size", "bits/weight");
+    for r in &report.rows {
+        text += &row(&r.scheme, r.tensors, r.weights, r.bytes);
+    }
+    let tensors = report.rows.iter().map(|r| r.tensors).sum();
+    text += &row("file", tensors, report.weights(), report.file_bytes);
+    text += &format!("{}\n{} ({}) in {:.1} s\n", report.verified, report.path.display(), report.method, report.seconds);
+    text
+}
+
+/// One line on a terminal, rewritten in place; nothing elsewhere but the notes.
+struct Line {
+    terminal: bool,
+    phase: Option<(Phase, Instant)>,
+    drawn: Option<Instant>,
+}
+
+impl Line {
+    fn new() -> Line {
+        Line { terminal: stderr().is_terminal(), phase: None, drawn: None }
+    }
+
+    fn clear(&mut self) {
+        if self.drawn.take().is_some() {
+            // A progress line that cannot be written is not worth failing for.
+            let _ = write!(stderr(), "\r\x1b[K");
+        }
+    }
+}
+
+impl Progress for Line {
+    fn note(&mut self, text: &str) {
+        self.clear();
+        let _ = writeln!(stderr(), "note: {text}");
+    }
+
+    fn step(&mut self, step: &Step<'_>) {
+        let now = Instant::now();
+        let start = match self.phase {
+            Some((phase, start)) if phase == step.phase => start,
+            _ => self.phase.insert((step.phase, now)).1,
+        };
+        let last = step.tensors_done == step.tensors;
+        let recent = self.drawn.is_some_and(|t| now - t < Duration::from_millis(100));
+        if !self.terminal || recent && !last {
+            return;
+        }
+        self.drawn = Some(now);
+        let _ = write!(stderr(), "\r\x1b[K{}", line(step, now - start));
+    }
+}
+
+fn line(step: &Step<'_>, spent: Duration) -> String {
+    let verb = match step.phase {
+        Phase::Write => "writing",
+        Phase::Verify => "verifying",
+    };
+    let share = step.bytes_done as f64 / step.bytes.max(1) as f64;
+    let left = spent.as_secs_f64() * (1.0 - share) / share.max(1e-9);
+    let eta = if step.bytes_done == step.bytes { String::new() } else { format!(", {left:.0} s left") };
+    let (done, all) = (size(step.bytes_done), size(step.bytes));
+    format!("{verb} {}/{} {:.0} % ({done} of {all}){eta}  {}", step.tensors_done, step.tensors, share * 100.0, step.tensor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outputs_are_named_after_the_model() {
+        assert_eq!(name(Path::new("/nowhere/SmolLM2-135M.Q4_1.gguf")), "SmolLM2-135M.Q4_1.qrn");
+        assert_eq!(name(Path::new("/nowhere/llama/model.safetensors")), "llama.qrn");
+        assert_eq!(name(Path::new("/nowhere/llama/model-00001-of-00002.safetensors")), "llama.qrn");
+        assert_eq!(name(Path::new("/nowhere/llama/gptq_model-4bit-128g.safetensors")), "gptq_model-4bit-128g.qrn");
+    }
+
+    #[test]
+    fn the_progress_line_says_how_long() {
+        let step = Step {
+            phase: Phase::Write,
+            tensor: "layers.3.down",
+            tensors_done: 30,
+            tensors: 272,
+            bytes_done: 25_000_000,
+            bytes: 100_000_000,
+        };
+        let text = line(&step, Duration::from_secs(2));
+        assert_eq!(text, "writing 30/272 25 % (25.0 MB of 100.0 MB), 6 s left  layers.3.down");
+    }
+}

@@ -1,0 +1,108 @@
+//! `quern eval`: logits for comparison with other programs.
+
+use std::{error::Error, fs::File, io::{BufWriter, Write}, path::PathBuf, sync::Arc};
+
+use clap::Args;
+use quern_kernels::exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, Executor, Output, Plan};
+use quern_models::ModelFile;
+
+use super::{Activations, Kv, print};
+
+/// Flags of `quern eval`.
+#[derive(Debug, Args)]
+pub struct EvalArgs {
+    /// A .qrn file
+    file: PathBuf,
+    /// Token ids, separated by commas; @FILE reads them from a file
+    #[arg(long, value_name = "1,2,3")]
+    ids: String,
+    /// Where to write float32 logits [tokens, vocab], as a safetensors file with one tensor "logits"
+    #[arg(long, value_name = "OUT.safetensors")]
+    logits: PathBuf,
+    /// Activations of integer weights
+    #[arg(long, value_enum, default_value = "int8")]
+    activations: Activations,
+    /// Keys and values
+    #[arg(long, value_enum, default_value = "f16")]
+    kv: Kv,
+    /// Threads [default: all cores]
+    #[arg(short, long, default_value_t = 0, hide_default_value = true)]
+    threads: usize,
+}
+
+/// Runs the command.
+pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
+    let ids = parse_ids(&args.ids)?;
+    let file = ModelFile::open(&args.file).map_err(|e| format!("{}: {e}", args.file.display()))?;
+    let (vocab, most) = (file.spec().vocab, file.spec().max_context);
+    if ids.len() > most {
+        return Err(format!("--ids: {} tokens, the model was made for at most {most}", ids.len()).into());
+    }
+    if let Some(bad) = ids.iter().find(|&&id| id as usize >= vocab) {
+        return Err(format!("--ids: token {bad}, the vocabulary has {vocab} tokens").into());
+    }
+    let blocks: Vec<u32> = (0..ids.len().div_ceil(16) as u32).collect();
+    let options = CpuOptions { threads: args.threads, blocks: blocks.len(), mode: args.activations.into(), kv: args.kv.into() };
+    let mut executor = CpuExecutor::new(Arc::new(file), options)?;
+    let failed = |e: std::io::Error| format!("{}: {e}", args.logits.display());
+    let mut out = BufWriter::new(File::create(&args.logits).map_err(failed)?);
+    out.write_all(&safetensors_header(ids.len(), vocab)).map_err(failed)?;
+    let mut start = 0;
+    for tokens in ids.chunks(CHUNK) {
+        let output = Output::Logits { from: 0 };
+        let plan = Plan { chunks: vec![Chunk { tokens, start, blocks: &blocks, output }] };
+        let ticket = executor.submit(&plan)?;
+        for output in executor.collect(ticket)? {
+            let ChunkOutput::Logits(rows) = output else { unreachable!("logits were asked") };
+            let bytes: Vec<u8> = rows.iter().flat_map(|x| x.to_le_bytes()).collect();
+            out.write_all(&bytes).map_err(failed)?;
+        }
+        start += tokens.len();
+    }
+    out.flush().map_err(failed)?;
+    print(&format!("{}: logits [{}, {vocab}], {}\n", args.logits.display(), ids.len(), executor.describe()))
+}
+
+/// Tokens of a step: bounds the memory that logits take.
+const CHUNK: usize = 64;
+
+fn parse_ids(text: &str) -> Result<Vec<u32>, Box<dyn Error>> {
+    let text = match text.strip_prefix('@') {
+        Some(path) => std::fs::read_to_string(path).map_err(|e| format!("--ids: {path}: {e}"))?,
+        None => text.to_string(),
+    };
+    let id = |t: &str| t.parse::<u32>().map_err(|_| format!("--ids: {t:?} is not a token id"));
+    let ids = text.split([',', ' ', '\n', '\r', '\t']).filter(|t| !t.is_empty()).map(id).collect::<Result<Vec<_>, _>>()?;
+    if ids.is_empty() { Err("--ids: at least one token id is needed".into()) } else { Ok(ids) }
+}
+
+/// Length and JSON of a file with one f32 tensor; the format is that of the safetensors library.
+fn safetensors_header(rows: usize, vocab: usize) -> Vec<u8> {
+    let json = format!(r#"{{"logits":{{"dtype":"F32","shape":[{rows},{vocab}],"data_offsets":[0,{}]}}}}"#, rows * vocab * 4);
+    // Padded with spaces so that the data is aligned.
+    let len = json.len().next_multiple_of(8);
+    let mut header = (len as u64).to_le_bytes().to_vec();
+    header.extend_from_slice(json.as_bytes());
+    header.resize(8 + len, b' ');
+    header
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_read_or_refused() {
+        assert_eq!(parse_ids("1, 2,3\n").unwrap(), [1, 2, 3]);
+        assert!(parse_ids("1,x").unwrap_err().to_string().contains("\"x\""));
+        assert!(parse_ids(" ").is_err());
+        assert!(parse_ids("@/nonexistent/ids").unwrap_err().to_string().contains("nonexistent"));
+    }
+
+    #[test]
+    fn the_header_is_aligned() {
+        let header = safetensors_header(2, 5);
+        assert_eq!(header.len() % 8, 0);
+        assert!(String::from_utf8_lossy(&header).contains("[0,40]"));
+    }
+}

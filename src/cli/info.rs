@@ -1,0 +1,112 @@
+//! `quern info`: what a file holds.
+
+use std::{collections::BTreeMap, error::Error, fmt::Write, path::PathBuf};
+
+use clap::Args;
+use quern_models::{
+    ModelFile,
+    spec::{Attn, Mlp},
+};
+use serde_json::json;
+
+use super::{print, size};
+
+/// Flags of `quern info`.
+#[derive(Debug, Args)]
+pub struct InfoArgs {
+    /// A .qrn file
+    file: PathBuf,
+    /// List every tensor
+    #[arg(long)]
+    tensors: bool,
+    /// Print JSON (with every tensor if --tensors)
+    #[arg(long)]
+    json: bool,
+    /// Read the whole file and compare every hash
+    #[arg(long)]
+    verify: bool,
+}
+
+/// Runs the command.
+pub fn main(args: InfoArgs) -> Result<(), Box<dyn Error>> {
+    let file = ModelFile::open(&args.file).map_err(|e| format!("{}: {e}", args.file.display()))?;
+    let verified = if args.verify { Some(file.verify().map_err(|e| format!("{}: {e}", args.file.display()))?) } else { None };
+    if args.json {
+        let mut all = json!({
+            "file": args.file.display().to_string(),
+            "bytes": file.file_len(),
+            "spec": file.spec(),
+            "generation": file.generation(),
+            "provenance": file.provenance(),
+            "tokenizer": file.tokenizer_json().map(<[u8]>::len),
+            "chat_template": file.chat_template(),
+            "schemes": schemes(&file).into_iter().map(|(name, s)| json!({
+                "scheme": name, "tensors": s.tensors, "weights": s.weights, "bytes": s.bytes
+            })).collect::<Vec<_>>(),
+        });
+        if args.tensors {
+            let one = |t: &quern_models::TensorInfo| json!({
+                "name": t.name, "shape": t.dims, "scheme": t.scheme.to_string(), "offset": t.offset,
+                "bytes": t.len, "xxh3": format!("{:016x}", t.hash),
+            });
+            all["tensors"] = file.tensors().iter().map(one).collect();
+        }
+        if let Some(v) = verified {
+            all["verified"] = json!({"tensors": v.tensors, "bytes": v.bytes});
+        }
+        return print(&format!("{}\n", serde_json::to_string_pretty(&all)?));
+    }
+    let mut text = summary(&args.file.display().to_string(), &file)?;
+    if args.tensors {
+        writeln!(text, "\n{:32} {:>16} {:24} {:>12} {:>14}", "tensor", "shape", "scheme", "bytes", "offset")?;
+        for t in file.tensors() {
+            let shape = t.dims.iter().map(u64::to_string).collect::<Vec<_>>().join(" x ");
+            writeln!(text, "{:32} {shape:>16} {:24} {:>12} {:>14}", t.name, t.scheme.to_string(), t.len, t.offset)?;
+        }
+    }
+    if let Some(v) = verified {
+        writeln!(text, "verified     every hash is right: header and {} tensors, {} bytes", v.tensors, v.bytes)?;
+    }
+    print(&text)
+}
+
+/// Totals of one scheme.
+#[derive(Default)]
+struct Total {
+    tensors: usize,
+    weights: u64,
+    bytes: u64,
+}
+
+fn schemes(file: &ModelFile) -> BTreeMap<String, Total> {
+    let mut all = BTreeMap::<String, Total>::new();
+    for t in file.tensors() {
+        let total = all.entry(t.scheme.to_string()).or_default();
+        total.tensors += 1;
+        total.weights += t.dims.iter().product::<u64>();
+        total.bytes += t.len;
+    }
+    all
+}
+
+fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
+    let spec = file.spec();
+    let schemes = schemes(file);
+    let weights: u64 = schemes.values().map(|t| t.weights).sum();
+    let bytes: u64 = schemes.values().map(|t| t.bytes).sum();
+    let mut s = String::new();
+    writeln!(s, "{name}: {}, {:.1} M weights, {:.2} bits each", size(file.file_len()), weights as f64 / 1e6, bytes as f64 * 8.0 / weights as f64)?;
+    let Attn::Gqa { heads, kv_heads, head_dim, .. } = spec.layers[0].attn;
+    let Mlp::Gated { inner, .. } = spec.layers[0].mlp;
+    writeln!(s, "model        {}, {} layers, hidden {}, {heads}/{kv_heads} heads of {head_dim}, inner {inner}, vocabulary {}, context {}", spec.family, spec.layers.len(), spec.hidden, spec.vocab, spec.max_context)?;
+    for (scheme, t) in &schemes {
+        writeln!(s, "weights      {scheme:20} {:>4} tensors {:>8.1} M weights {:>10}", t.tensors, t.weights as f64 / 1e6, size(t.bytes))?;
+    }
+    let text = |p: bool, yes: String| if p { yes } else { "none".into() };
+    writeln!(s, "head         {}", if spec.tied_head { "tied to the embedding" } else { "its own" })?;
+    writeln!(s, "tokenizer    {}", text(file.tokenizer_json().is_some(), size(file.tokenizer_json().map_or(0, <[u8]>::len) as u64)))?;
+    writeln!(s, "template     {}", text(file.chat_template().is_some(), "chat".into()))?;
+    writeln!(s, "defaults     {}", serde_json::to_string(file.generation()).unwrap_or_default())?;
+    writeln!(s, "from         {}", file.provenance())?;
+    Ok(s)
+}

@@ -1,0 +1,100 @@
+//! The commands. Flags are declared here and in the commands' own files; what they do is elsewhere.
+
+pub mod bench;
+pub mod convert;
+pub mod eval;
+pub mod info;
+pub mod run;
+
+use std::error::Error;
+
+use clap::{Parser, Subcommand, ValueEnum};
+use quern_kernels::cpu::{acts::Mode, kv::KvType};
+
+/// Quantized language models in one file, run on a CPU.
+#[derive(Debug, Parser)]
+#[command(name = "quern", version, max_term_width = 100, after_help = "Exit status: 0 done, 1 failed, 2 wrong usage.")]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Turn a checkpoint (GPTQ, AWQ, float, GGUF) into a .qrn file
+    Convert(convert::ConvertArgs),
+    /// Answer a prompt, chat, or answer a file of prompts
+    Run(run::RunArgs),
+    /// Measure speed: prompts, generation, depth, batches
+    Bench(bench::BenchArgs),
+    /// Write the logits of given tokens, to compare with other programs
+    Eval(eval::EvalArgs),
+    /// Show what a file holds, and check it
+    Info(info::InfoArgs),
+}
+
+/// Activations of integer weights, as flags name them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Activations {
+    /// Exact mode: weights are dequantized, nothing is rounded to integers
+    F32,
+    /// Default mode: one int8 scale per row and block of columns
+    Int8,
+}
+
+impl From<Activations> for Mode {
+    fn from(a: Activations) -> Mode {
+        match a {
+            Activations::F32 => Mode::F32,
+            Activations::Int8 => Mode::Int8,
+        }
+    }
+}
+
+/// Keys and values, as flags name them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Kv {
+    /// Half precision
+    F16,
+    /// Single precision (exact mode)
+    F32,
+}
+
+impl From<Kv> for KvType {
+    fn from(kv: Kv) -> KvType {
+        match kv {
+            Kv::F16 => KvType::F16,
+            Kv::F32 => KvType::F32,
+        }
+    }
+}
+
+/// Runs the command that was typed.
+pub fn main(cli: Cli) -> Result<(), Box<dyn Error>> {
+    match cli.command {
+        Command::Convert(args) => convert::main(args).map_err(Into::into),
+        Command::Run(args) => run::main(args).map_err(Into::into),
+        Command::Bench(args) => bench::main(args),
+        Command::Eval(args) => eval::main(args),
+        Command::Info(args) => info::main(args),
+    }
+}
+
+/// Writes to stdout; a reader that went away (`quern info | head`) ends the program quietly.
+pub fn print(text: &str) -> Result<(), Box<dyn Error>> {
+    use std::io::Write;
+    match std::io::stdout().write_all(text.as_bytes()) {
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        result => Ok(result?),
+    }
+}
+
+/// `92.4 MB`, decimal units as disks have them.
+pub fn size(bytes: u64) -> String {
+    match bytes {
+        0..1_000 => format!("{bytes} B"),
+        1_000..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+        _ => format!("{:.2} GB", bytes as f64 / 1e9),
+    }
+}
