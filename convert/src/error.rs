@@ -85,7 +85,9 @@ pub enum ConvertError {
         path: PathBuf,
     },
     /// The written file differs from the source: a bug of ours or a fault of the machine.
-    #[error("verification failed: tensor {tensor}, {what}: the source has {expected}, the file {got}; the file was removed")]
+    #[error(
+        "verification failed: tensor {tensor}, {what}: the source has {expected}, the file {got}; the file was removed"
+    )]
     Verify {
         /// Tensor concerned, by our name.
         tensor: String,

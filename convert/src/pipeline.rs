@@ -108,9 +108,16 @@ enum Data<'a> {
     Awq(Awq<'a>),
     Blocks(Blocks<'a>),
     /// Stored as `stored`: the source's type or f16.
-    Float { floats: Floats<'a>, stored: FloatType },
+    Float {
+        floats: Floats<'a>,
+        stored: FloatType,
+    },
     /// Quantized by us.
-    Rtn { floats: Floats<'a>, bits: u8, group: usize },
+    Rtn {
+        floats: Floats<'a>,
+        bits: u8,
+        group: usize,
+    },
 }
 
 impl<'a> Plan<'a> {
@@ -138,7 +145,9 @@ impl<'a> Plan<'a> {
         settle_zeros(&mut jobs, &hint)?;
         left_over(checkpoint, &family, &used)?;
         if imported && options.quant != Quant::Keep {
-            notes.push("the source is quantized already: its integers are kept, --quant applies to float weights only".into());
+            notes.push(
+                "the source is quantized already: its integers are kept, --quant applies to float weights only".into(),
+            );
         }
         if let (Some(method), false, false) = (hint.method, gptq, awq) {
             notes.push(format!("{} says {}, but no tensor is quantized", hint.file, method.name()));
@@ -225,7 +234,9 @@ fn tie_head(checkpoint: &Checkpoint, family: &mut FamilyPlan, used: &mut BTreeSe
     if same {
         used.insert(head);
     } else if checkpoint.tensors.contains_key(&head) {
-        notes.push(format!("the config ties the head to the embedding, but {head} differs from it: kept as its own tensor"));
+        notes.push(format!(
+            "the config ties the head to the embedding, but {head} differs from it: kept as its own tensor"
+        ));
     }
     family.set_tied(same);
 }
@@ -260,7 +271,10 @@ fn job<'a>(
         }
         let by_shape = if raw.shape.first() == Some(&(k as u64)) { Method::Awq } else { Method::Gptq };
         if let Some(said) = hint.method.filter(|&m| m != by_shape) {
-            let (expected, got) = (format!("{}, as {} says", said.name(), hint.file), format!("{:?} like {}", raw.shape, by_shape.name()));
+            let (expected, got) = (
+                format!("{}, as {} says", said.name(), hint.file),
+                format!("{:?} like {}", raw.shape, by_shape.name()),
+            );
             return Err(ConvertError::tensor(&packed, "layout", expected, got));
         }
         let data = match by_shape {

@@ -67,28 +67,41 @@ pub fn integers<T: Integers>(name: &str, source: &T, view: &TensorView) -> Resul
 }
 
 /// Checks that every code we chose is the nearest one to its weight, and every scale what the rule says.
-pub fn nearest(name: &str, floats: &Floats, bits: u8, group: usize, view: &TensorView) -> Result<Verified, ConvertError> {
+pub fn nearest(
+    name: &str,
+    floats: &Floats,
+    bits: u8,
+    group: usize,
+    view: &TensorView,
+) -> Result<Verified, ConvertError> {
     let s = rtn::shape(floats, bits, group);
     check_scheme(name, view, s.scheme(), s.n, s.k)?;
     let at = Shape::new(s.n, s.k, bits, group);
     let mid = s.mid() as i32;
     each_panel(s.n, |rows| {
+        let mut weights = vec![];
         for row in rows {
             for g in 0..s.groups() {
                 let cols = g * group..s.k.min((g + 1) * group);
+                floats.decode(row, cols.clone(), &mut weights);
                 let scale = s.scale.read(view.scales, at.cell(row, g));
-                let expected = f16::from_f32(rtn::extreme(floats, row, cols.clone()) / -(mid as f32)).to_f32();
+                let expected = f16::from_f32(rtn::extreme(&weights) / -(mid as f32)).to_f32();
                 if expected.to_bits() != scale.to_bits() {
                     return Err(differ(name, format!("scale [{row}, {g}]"), expected, scale));
                 }
-                for col in cols {
+                for (col, weight) in cols.zip(&weights) {
                     let code = at.code(view.codes, row, col);
-                    let steps = floats.at(row, col) / scale;
+                    let steps = weight / scale;
                     let off = steps - (code as i32 - mid) as f32;
                     let beyond = code as i32 == 2 * mid - 1 && off > 0.0 || code == 0 && off < 0.0;
                     let right = if scale == 0.0 { code as i32 == mid } else { off.abs() <= 0.500001 || beyond };
                     if !right {
-                        return Err(differ(name, format!("code [{row}, {col}]"), format!("{steps} steps"), code as i32 - mid));
+                        return Err(differ(
+                            name,
+                            format!("code [{row}, {col}]"),
+                            format!("{steps} steps"),
+                            code as i32 - mid,
+                        ));
                     }
                 }
             }
@@ -137,7 +150,12 @@ fn check_scheme(name: &str, view: &TensorView, scheme: Scheme, n: usize, k: usiz
     // A vector is one row in the file, whatever it was in the source.
     if view.scheme != scheme || view.n * view.k != n * k {
         let expected = format!("{scheme} [{n}, {k}]");
-        return Err(differ(name, "scheme and shape".into(), expected, format!("{} [{}, {}]", view.scheme, view.n, view.k)));
+        return Err(differ(
+            name,
+            "scheme and shape".into(),
+            expected,
+            format!("{} [{}, {}]", view.scheme, view.n, view.k),
+        ));
     }
     Ok(())
 }

@@ -56,9 +56,7 @@ pub fn sample(
 ) -> Result<Sampled, SampleError> {
     let report = logprobs.map(|n| (log_sum_exp(logits), n));
     let (normalizer, top) = match report {
-        Some((sum, n)) => {
-            (sum, likeliest(logits, n).into_iter().map(|c| (c.token, c.logit - sum)).collect())
-        }
+        Some((sum, n)) => (sum, likeliest(logits, n).into_iter().map(|c| (c.token, c.logit - sum)).collect()),
         None => (0.0, Vec::new()),
     };
     // The model's own logits are needed again for the choice, after they were overwritten.
@@ -90,8 +88,8 @@ fn choose(
         let vocab = logits.len();
         *logits.get_mut(token as usize).ok_or(SampleError::BiasToken { token, vocab })? += bias;
     }
-    let best = argmax(logits)
-        .ok_or_else(|| SampleError::NothingToChoose { vocab: logits.len(), nans: nans(logits) })?;
+    let best =
+        argmax(logits).ok_or_else(|| SampleError::NothingToChoose { vocab: logits.len(), nans: nans(logits) })?;
     let max = logits[best as usize];
     // An infinite logit has all the probability.
     if params.is_greedy() || max == f32::INFINITY {
@@ -110,11 +108,7 @@ fn choose(
         let all = all.map(|(token, &logit)| Candidate { token: token as u32, logit });
         return Ok(noise::draw(all, params.seed, position));
     }
-    let kept = if params.top_p >= 1.0 {
-        likeliest(logits, top_k)
-    } else {
-        nucleus(logits, top_k, params.top_p)
-    };
+    let kept = if params.top_p >= 1.0 { likeliest(logits, top_k) } else { nucleus(logits, top_k, params.top_p) };
     let kept = kept.into_iter().filter(|c| c.logit >= floor);
     Ok(noise::draw(kept, params.seed, position))
 }
@@ -125,21 +119,22 @@ fn penalize(logits: &mut [f32], params: &SamplingParams, history: History<'_>) {
     if repetition_penalty == 1.0 && presence_penalty == 0.0 && frequency_penalty == 0.0 {
         return;
     }
-    let skipped = match params.penalty_last_n {
-        Some(last) => history.tokens.len().saturating_sub(last),
-        None => 0,
-    };
-    let mut uses: Vec<(bool, u32)> = vec![(false, 0); logits.len()]; // (seen, times in the output)
-    for (index, &token) in history.tokens.iter().enumerate().skip(skipped) {
-        if let Some((seen, times)) = uses.get_mut(token as usize) {
-            *seen = true;
-            *times += u32::from(index >= history.prompt_len);
+    let skipped = params.penalty_last_n.map_or(0, |last| history.tokens.len().saturating_sub(last));
+    let tokens = history.tokens.iter().enumerate().skip(skipped);
+    // One more than how often the output has a token; 0: not seen, or done with.
+    let mut uses = vec![0u32; logits.len()];
+    for (index, &token) in tokens.clone() {
+        if let Some(uses) = uses.get_mut(token as usize) {
+            *uses = (*uses).max(1) + u32::from(index >= history.prompt_len);
         }
     }
-    for (logit, (seen, times)) in logits.iter_mut().zip(uses) {
-        if seen {
-            *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
-        }
+    for (_, &token) in tokens {
+        let times = match uses.get_mut(token as usize).map(std::mem::take) {
+            None | Some(0) => continue,
+            Some(uses) => uses - 1,
+        };
+        let logit = &mut logits[token as usize];
+        *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
         if times > 0 {
             *logit -= presence_penalty + frequency_penalty * times as f32;
         }
@@ -147,34 +142,41 @@ fn penalize(logits: &mut [f32], params: &SamplingParams, history: History<'_>) {
 }
 
 /// The smallest set of the `top_k` likeliest tokens that holds the share `top_p` of their
-/// probability, likeliest first; always at least one token.
+/// probability, in any order; always at least one token.
 fn nucleus(logits: &[f32], top_k: usize, top_p: f32) -> Vec<Candidate> {
+    let mass = |candidates: &[Candidate]| candidates.iter().map(|c| f64::from(c.logit.exp())).sum::<f64>();
     let all = top_k == logits.len();
-    let restricted = if all { Vec::new() } else { likeliest(logits, top_k) };
-    let total: f64 = if all {
-        logits.iter().map(|&logit| f64::from(logit.exp())).sum()
-    } else {
-        restricted.iter().map(|c| f64::from(c.logit.exp())).sum()
-    };
-    let wanted = f64::from(top_p) * total;
-    // Usually a handful of tokens suffices, so ask for a few and for more only where needed.
-    let mut size = 64;
-    loop {
-        let mut kept = if all { likeliest(logits, size) } else { restricted.clone() };
-        let mut held = 0.0;
-        let enough = kept.iter().position(|c| {
-            held += f64::from(c.logit.exp());
-            held >= wanted
-        });
-        if let Some(last) = enough {
-            kept.truncate(last + 1);
-            return kept;
-        }
-        if !all || size >= logits.len() {
-            return kept; // rounding kept the sum a hair below a top_p close to 1
-        }
-        size *= 8;
+    // Usually a handful of tokens suffices.
+    let mut kept = likeliest(logits, if all { FEW.min(top_k) } else { top_k });
+    let total = if all { logits.iter().map(|&logit| f64::from(logit.exp())).sum() } else { mass(&kept) };
+    let mut missing = f64::from(top_p) * total;
+    if all && mass(&kept) < missing {
+        kept = logits.iter().enumerate().map(|(token, &logit)| Candidate { token: token as u32, logit }).collect();
     }
+    // Halving: `..start` is in, `end..` is out, and `start..end` holds the token that crosses the share.
+    let (mut start, mut end) = (0, kept.len());
+    while end - start > 1 {
+        let middle = (end - start) / 2;
+        kept[start..end].select_nth_unstable_by(middle, likelier);
+        let half = mass(&kept[start..start + middle]);
+        if half >= missing {
+            end = start + middle;
+        } else {
+            missing -= half;
+            start += middle;
+        }
+    }
+    kept.truncate(end);
+    kept
+}
+
+/// Tokens that are tried before the whole vocabulary is halved.
+const FEW: usize = 64;
+
+/// The larger logit first, equal ones by id. There is no NaN among candidates, and total_cmp would
+/// tell 0.0 from -0.0.
+fn likelier(a: &Candidate, b: &Candidate) -> Ordering {
+    b.logit.partial_cmp(&a.logit).unwrap_or(Ordering::Equal).then(a.token.cmp(&b.token))
 }
 
 /// The `count` largest logits, largest first, equal ones by id; NaN and -inf are left out.
@@ -185,10 +187,6 @@ fn likeliest(logits: &[f32], count: usize) -> Vec<Candidate> {
     if count == 0 {
         return Vec::new();
     }
-    let order = |a: &Candidate, b: &Candidate| {
-        // No NaN gets into `best`. Not total_cmp: 0.0 and -0.0 are equal here.
-        b.logit.partial_cmp(&a.logit).unwrap_or(Ordering::Equal).then(a.token.cmp(&b.token))
-    };
     let room = count.saturating_mul(2).max(64);
     let mut best: Vec<Candidate> = Vec::with_capacity(room.min(logits.len()));
     let mut threshold = f32::NEG_INFINITY;
@@ -197,13 +195,13 @@ fn likeliest(logits: &[f32], count: usize) -> Vec<Candidate> {
         if logit > threshold {
             best.push(Candidate { token: token as u32, logit });
             if best.len() == room {
-                best.select_nth_unstable_by(count - 1, order);
+                best.select_nth_unstable_by(count - 1, likelier);
                 best.truncate(count);
                 threshold = best[count - 1].logit;
             }
         }
     }
-    best.sort_unstable_by(order);
+    best.sort_unstable_by(likelier);
     best.truncate(count);
     best
 }

@@ -14,8 +14,10 @@ use super::{print, size};
 
 /// Flags of `quern convert`.
 #[derive(Debug, Args)]
-#[command(after_help = "Integers of GPTQ, AWQ and GGUF (Q4_0, Q4_1, Q8_0) sources are kept bit for bit; --quant is for float \
-weights. The file takes its name only after every element has been compared with the source.")]
+#[command(
+    after_help = "Integers of GPTQ, AWQ and GGUF (Q4_0, Q4_1, Q8_0) sources are kept bit for bit; --quant is for float \
+weights. The file takes its name only after every element has been compared with the source."
+)]
 pub struct ConvertArgs {
     /// Model directory (config.json, *.safetensors), or a .safetensors or .gguf file
     source: PathBuf,
@@ -111,7 +113,8 @@ fn closing(report: &Report) -> String {
         let bits = bytes as f64 * 8.0 / weights.max(1) as f64;
         format!("{scheme:<24} {tensors:>8} {:>15} {:>10} {bits:>12.2}\n", grouped(weights), size(bytes))
     };
-    let mut text = format!("{:<24} {:>8} {:>15} {:>10} {:>12}\n", "scheme", "tensors", "weights", "size", "bits/weight");
+    let mut text =
+        format!("{:<24} {:>8} {:>15} {:>10} {:>12}\n", "scheme", "tensors", "weights", "size", "bits/weight");
     for r in &report.rows {
         text += &row(&r.scheme, r.tensors, r.weights, r.bytes);
     }
@@ -172,7 +175,13 @@ fn line(step: &Step<'_>, spent: Duration) -> String {
     let left = spent.as_secs_f64() * (1.0 - share) / share.max(1e-9);
     let eta = if step.bytes_done == step.bytes { String::new() } else { format!(", {left:.0} s left") };
     let (done, all) = (size(step.bytes_done), size(step.bytes));
-    format!("{verb} {}/{} {:.0} % ({done} of {all}){eta}  {}", step.tensors_done, step.tensors, share * 100.0, step.tensor)
+    format!(
+        "{verb} {}/{} {:.0} % ({done} of {all}){eta}  {}",
+        step.tensors_done,
+        step.tensors,
+        share * 100.0,
+        step.tensor
+    )
 }
 
 #[cfg(test)]

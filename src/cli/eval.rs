@@ -4,9 +4,8 @@ use std::{error::Error, fs::File, io::{BufWriter, Write}, path::PathBuf, sync::A
 
 use clap::Args;
 use quern_kernels::exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, Executor, Output, Plan};
-use quern_models::ModelFile;
 
-use super::{Activations, Kv, print};
+use super::{Activations, Kv, open, print};
 
 /// Flags of `quern eval`.
 #[derive(Debug, Args)]
@@ -33,7 +32,7 @@ pub struct EvalArgs {
 /// Runs the command.
 pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
     let ids = parse_ids(&args.ids)?;
-    let file = ModelFile::open(&args.file).map_err(|e| format!("{}: {e}", args.file.display()))?;
+    let file = open(&args.file)?;
     let (vocab, most) = (file.spec().vocab, file.spec().max_context);
     if ids.len() > most {
         return Err(format!("--ids: {} tokens, the model was made for at most {most}", ids.len()).into());

@@ -9,7 +9,7 @@ use quern_models::{
 };
 use serde_json::json;
 
-use super::{print, size};
+use super::{open, print, size};
 
 /// Flags of `quern info`.
 #[derive(Debug, Args)]
@@ -29,7 +29,7 @@ pub struct InfoArgs {
 
 /// Runs the command.
 pub fn main(args: InfoArgs) -> Result<(), Box<dyn Error>> {
-    let file = ModelFile::open(&args.file).map_err(|e| format!("{}: {e}", args.file.display()))?;
+    let file = open(&args.file)?;
     let verified = if args.verify { Some(file.verify().map_err(|e| format!("{}: {e}", args.file.display()))?) } else { None };
     if args.json {
         let mut all = json!({

@@ -6,10 +6,11 @@ pub mod eval;
 pub mod info;
 pub mod run;
 
-use std::error::Error;
+use std::{error::Error, path::Path};
 
 use clap::{Parser, Subcommand, ValueEnum};
 use quern_kernels::cpu::{acts::Mode, kv::KvType};
+use quern_models::{FormatError, ModelFile};
 
 /// Quantized language models in one file, run on a CPU.
 #[derive(Debug, Parser)]
@@ -78,6 +79,14 @@ pub fn main(cli: Cli) -> Result<(), Box<dyn Error>> {
         Command::Eval(args) => eval::main(args),
         Command::Info(args) => info::main(args),
     }
+}
+
+/// Opens a model file; the message names it once.
+pub fn open(path: &Path) -> Result<ModelFile, Box<dyn Error>> {
+    ModelFile::open(path).map_err(|e| match e {
+        FormatError::Io { .. } => e.into(),
+        e => format!("{}: {e}", path.display()).into(),
+    })
 }
 
 /// Writes to stdout; a reader that went away (`quern info | head`) ends the program quietly.

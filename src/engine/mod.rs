@@ -63,6 +63,13 @@ pub enum Event {
         /// Why it ended.
         finish: Finish,
     },
+    /// The last event of a request for which no token could be chosen. Other requests go on.
+    Failed {
+        /// As returned by [`Generator::add`].
+        request: u64,
+        /// Why not.
+        error: SampleError,
+    },
 }
 
 /// Why the engine could not do what it was asked.
@@ -72,9 +79,7 @@ pub enum EngineError {
     #[error("the prompt has no tokens, at least 1 is needed; a model without a BOS token needs text")]
     EmptyPrompt,
     /// The prompt leaves no room for an answer.
-    #[error(
-        "the prompt has {prompt} tokens, the context holds {context} and needs room for at least 1 answer token"
-    )]
+    #[error("the prompt has {prompt} tokens, the context holds {context} and needs room for at least 1 answer token")]
     ContextFull {
         /// Tokens in the prompt.
         prompt: usize,

@@ -1,6 +1,6 @@
 //! The engine: requests in, tokens out, step by step on one thread.
 
-use std::{collections::BTreeMap, path::Path, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc};
 
 use quern_kernels::{
     cpu::{
@@ -8,8 +8,9 @@ use quern_kernels::{
         kv::{BLOCK, KvType},
     },
     exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Output, Plan},
+    sample::SampleError,
 };
-use quern_models::{FormatError, ModelFile};
+use quern_models::ModelFile;
 
 use super::{EngineError, Event, Finish, Generator, Request};
 use crate::sched::{KvPool, Scheduler};
@@ -47,14 +48,6 @@ impl Default for EngineOptions {
 /// Why an engine could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// The file is not usable.
-    #[error("{path}: {source}")]
-    File {
-        /// File concerned.
-        path: String,
-        /// What is wrong with it.
-        source: FormatError,
-    },
     /// The device cannot run it.
     #[error(transparent)]
     Exec(#[from] ExecError),
@@ -88,13 +81,6 @@ struct Active {
 }
 
 impl Engine {
-    /// Opens a file and prepares the CPU for it.
-    pub fn open(path: &Path, options: EngineOptions) -> Result<Engine, OpenError> {
-        let file = ModelFile::open(path);
-        let file = file.map_err(|source| OpenError::File { path: path.display().to_string(), source })?;
-        Engine::new(Arc::new(file), options)
-    }
-
     /// Prepares the CPU for an opened file.
     pub fn new(file: Arc<ModelFile>, options: EngineOptions) -> Result<Engine, OpenError> {
         let most = file.spec().max_context;
@@ -183,6 +169,9 @@ impl Generator for Engine {
             return Err(EngineError::UnknownToken { token: request.prompt[position], position, vocab });
         }
         request.sampling.validate()?;
+        if let Some(&(token, _)) = request.sampling.logit_bias.iter().find(|(t, _)| *t as usize >= vocab) {
+            return Err(SampleError::BiasToken { token, vocab }.into());
+        }
         let id = self.next;
         self.next += 1;
         if request.max_tokens == 0 {
@@ -210,10 +199,11 @@ impl Generator for Engine {
         for (share, output) in self.run()? {
             let tokens = match output {
                 ChunkOutput::Tokens(Ok(tokens)) => tokens,
-                ChunkOutput::Tokens(Err(e)) => {
+                ChunkOutput::Tokens(Err(error)) => {
                     self.scheduler.remove(share.id);
                     self.active.remove(&share.id);
-                    return Err(e.into());
+                    events.push(Event::Failed { request: share.id, error });
+                    continue;
                 }
                 ChunkOutput::None | ChunkOutput::Logits(_) => vec![],
             };

@@ -59,9 +59,11 @@ impl KvPool {
 
     /// Panics unless `held`, all lists of all sequences, and the idle blocks are a partition.
     #[cfg(test)]
-    pub fn check<'a>(&self, held: impl Iterator<Item = &'a Vec<u32>>) {
+    pub fn check<'a>(&'a self, held: impl Iterator<Item = &'a Vec<u32>>) {
         let mut seen = vec![0; self.blocks];
-        held.flatten().chain(&self.idle).for_each(|&b| seen[b as usize] += 1);
+        for &b in held.flatten().chain(self.idle.iter()) {
+            seen[b as usize] += 1;
+        }
         assert!(seen.iter().all(|&n| n == 1), "a block is lost or held twice: {seen:?}");
     }
 }

@@ -172,10 +172,10 @@ mod tests {
     #[test]
     fn bytes_in_any_pieces_give_the_lossy_text() {
         let mut random = Random(1);
-        let interesting = [b'a', b' ', 0xC3, 0xA9, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 0xC0, 0xED, 0xB0, 0xF4];
+        let interesting =
+            [b'a', b' ', 0xC3, 0xA9, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 0xC0, 0xED, 0xB0, 0xF4];
         for _ in 0..3000 {
-            let bytes: Vec<u8> =
-                (0..random.below(24)).map(|_| interesting[random.below(interesting.len())]).collect();
+            let bytes: Vec<u8> = (0..random.below(24)).map(|_| interesting[random.below(interesting.len())]).collect();
             let mut stream = Utf8Stream::default();
             let mut text = String::new();
             for piece in random.pieces(&bytes) {
@@ -205,7 +205,8 @@ mod tests {
     /// The slow definition: the first end, and of equal ends the longest.
     fn cut<'a>(text: &'a str, stops: &[String]) -> (&'a str, bool) {
         for end in (0..=text.len()).filter(|&end| text.is_char_boundary(end)) {
-            let longest = stops.iter().filter(|s| !s.is_empty() && text[..end].ends_with(s.as_str())).map(String::len).max();
+            let longest =
+                stops.iter().filter(|s| !s.is_empty() && text[..end].ends_with(s.as_str())).map(String::len).max();
             if let Some(len) = longest {
                 return (&text[..end - len], true);
             }

@@ -323,7 +323,10 @@ mod tests {
         let mut bytes: Vec<u8> = (0..0x180).filter_map(char::from_u32).filter_map(byte_of).collect();
         bytes.sort();
         assert_eq!(bytes, (0..=255).collect::<Vec<u8>>());
-        assert_eq!([byte_of('Ġ'), byte_of('Ċ'), byte_of('A'), byte_of('é')], [Some(32), Some(10), Some(65), Some(0xE9)]);
+        assert_eq!(
+            [byte_of('Ġ'), byte_of('Ċ'), byte_of('A'), byte_of('é')],
+            [Some(32), Some(10), Some(65), Some(0xE9)]
+        );
         assert_eq!([byte_of(' '), byte_of('\n'), byte_of('▁'), byte_of('\u{144}')], [None; 4]);
     }
 

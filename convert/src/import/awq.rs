@@ -47,7 +47,12 @@ impl<'a> Awq<'a> {
         let (qweight, got) = Words::new(&name, raw)?;
         shaped(&name, got, k)?;
         if let Some(said) = hint.bits.filter(|&b| b != 4) {
-            return Err(ConvertError::tensor(&name, "bits", format!("{said}, as {} says", hint.file), "4 by its shape"));
+            return Err(ConvertError::tensor(
+                &name,
+                "bits",
+                format!("{said}, as {} says", hint.file),
+                "4 by its shape",
+            ));
         }
         let (name, raw) = need("scales")?;
         let scales = Scales::new(&name, raw, n)?;

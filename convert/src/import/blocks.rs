@@ -29,7 +29,8 @@ impl<'a> Blocks<'a> {
         };
         let shape = IntShape { n, k, bits, group: 32, zero, scale: FloatType::F16 };
         let blocks = Blocks { shape, block, bytes: raw.bytes, rows: raw.rows };
-        let finite = |&row: &usize| (0..k / 32).all(|g| blocks.scale(row, g).is_finite() && blocks.min(row, g).is_finite());
+        let finite =
+            |&row: &usize| (0..k / 32).all(|g| blocks.scale(row, g).is_finite() && blocks.min(row, g).is_finite());
         if let Some(row) = (0..n).into_par_iter().find_first(|row| !finite(row)) {
             return Err(ConvertError::tensor(name, "scales", "finite numbers", format!("others in row {row}")));
         }

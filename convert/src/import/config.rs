@@ -115,25 +115,32 @@ fn texts(value: &Value) -> Vec<String> {
     }
 }
 
-const PLAIN: &str = "take the model's ordinary GPTQ or AWQ (gemm) version, or convert the float checkpoint with --quant int4";
-const GEMM: &str = "this version imports AWQ in the gemm layout; take the gemm version, or convert the float checkpoint with --quant int4";
-const LATER: &str = "its import comes with a later version; take a GPTQ or AWQ (gemm) version, or convert the float checkpoint with --quant int4";
+/// Formats refused by name, as `quant_method`, `format` or `packing_format` spell them, and what to do instead.
+const REFUSED: [(&str, &str); 3] = [
+    (
+        "hqq aqlm vptq exl2 exl3 spqr quip quip# eetq higgs quanto torchao bitnet marlin marlin24 gptq_marlin \
+         awq_marlin bitblas ipex gptq_p paroquant sinq qqq",
+        PLAIN,
+    ),
+    (
+        "bitsandbytes bitsandbytes_4bit bitsandbytes_8bit bnb compressed-tensors compressed_tensors fp8 fbgemm_fp8 \
+         modelopt modelopt_fp4 mxfp4 nvfp4",
+        LATER,
+    ),
+    ("gemv gemv_fast llm-awq", GEMM),
+];
+const PLAIN: &str =
+    "take the model's ordinary GPTQ or AWQ (gemm) version, or convert the float checkpoint with --quant int4";
+const LATER: &str = "its import comes with a later version; take a GPTQ or AWQ (gemm) version, or convert the float \
+                     checkpoint with --quant int4";
+const GEMM: &str = "this version imports AWQ in the gemm layout; take the gemm version, or convert the float checkpoint \
+                    with --quant int4";
 
-/// Formats refused by name, as `quant_method`, `format` or `packing_format` spell them.
-fn refused(name: &str) -> Option<(&'static str, &'static str)> {
-    const EXACT: &[(&str, &str)] = &[
-        ("bitsandbytes", LATER), ("bitsandbytes_4bit", LATER), ("bitsandbytes_8bit", LATER), ("bnb", LATER), ("hqq", PLAIN),
-        ("aqlm", PLAIN), ("vptq", PLAIN), ("exl2", PLAIN), ("exl3", PLAIN), ("spqr", PLAIN), ("quip", PLAIN),
-        ("quip#", PLAIN), ("eetq", PLAIN), ("higgs", PLAIN), ("quanto", PLAIN), ("torchao", PLAIN), ("bitnet", PLAIN),
-        ("marlin", PLAIN), ("marlin24", PLAIN), ("gptq_marlin", PLAIN), ("awq_marlin", PLAIN), ("bitblas", PLAIN), ("ipex", PLAIN),
-        ("gptq_p", PLAIN), ("paroquant", PLAIN), ("sinq", PLAIN), ("qqq", PLAIN), ("compressed-tensors", LATER),
-        ("compressed_tensors", LATER), ("fp8", LATER), ("fbgemm_fp8", LATER), ("modelopt", LATER), ("modelopt_fp4", LATER),
-        ("mxfp4", LATER), ("nvfp4", LATER), ("gemv", GEMM), ("gemv_fast", GEMM), ("llm-awq", GEMM),
-    ];
-    let found = EXACT.iter().find(|(n, _)| *n == name).copied();
+fn refused(name: &str) -> Option<(&str, &'static str)> {
+    let listed = REFUSED.iter().find(|(names, _)| names.split_whitespace().any(|n| n == name));
     // auto_round:fp8, auto_round:llm_compressor, ...
     let nested = name.split_once(':').filter(|(_, rest)| !["auto_gptq", "auto_awq", "gptqmodel"].contains(rest));
-    found.or(nested.map(|_| ("auto_round with another packing", LATER)))
+    listed.map(|(_, next)| (name, *next)).or(nested.map(|_| (name, LATER)))
 }
 
 #[cfg(test)]
@@ -145,10 +152,14 @@ mod tests {
     #[test]
     fn spellings_of_all_years_are_one() {
         let hint = |v| Hint::new("c", &v).unwrap();
-        let old = hint(json!({"wbits": 4, "q_group_size": 128, "zero_point": true, "quant_method": "awq", "version": "GEMM"}));
+        let old = hint(
+            json!({"wbits": 4, "q_group_size": 128, "zero_point": true, "quant_method": "awq", "version": "GEMM"}),
+        );
         assert_eq!((old.bits, old.group, old.sym, old.method), (Some(4), Some(128), Some(false), Some(Method::Awq)));
-        let new = hint(json!({"bits": 8, "group_size": -1, "sym": true, "quant_method": "gptq", "checkpoint_format": "gptq_v2",
-            "meta": {"quantizer": ["gptqmodel:7.7.0"]}, "dynamic": {}}));
+        let new = hint(
+            json!({"bits": 8, "group_size": -1, "sym": true, "quant_method": "gptq", "checkpoint_format": "gptq_v2",
+            "meta": {"quantizer": ["gptqmodel:7.7.0"]}, "dynamic": {}}),
+        );
         assert_eq!((new.bits, new.group, new.zeros_as_stored, new.per_module), (Some(8), None, true, false));
         assert_eq!(new.tools, ["gptqmodel:7.7.0"]);
         let round = hint(json!({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4}));

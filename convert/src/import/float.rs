@@ -1,8 +1,8 @@
 //! Float tensors: kept in their type, or rounded to f16.
 
-use std::borrow::Cow;
+use std::{borrow::Cow, ops::Range};
 
-use half::f16;
+use half::{bf16, f16};
 use quern_models::FloatType;
 
 use crate::{
@@ -48,6 +48,18 @@ impl<'a> Floats<'a> {
         self.kind.read(self.bytes, self.rows.stored(row) * self.k + col)
     }
 
+    /// Elements `cols` of a row into `out`, which is emptied first.
+    pub fn decode(&self, row: usize, cols: Range<usize>, out: &mut Vec<f32>) {
+        let size = self.kind.size();
+        let bytes = &self.row(row)[cols.start * size..cols.end * size];
+        out.clear();
+        match self.kind {
+            FloatType::F32 => out.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
+            FloatType::F16 => out.extend(bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())),
+            FloatType::BF16 => out.extend(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())),
+        }
+    }
+
     /// Bytes of a row.
     pub fn row(&self, row: usize) -> &'a [u8] {
         let size = self.k * self.kind.size();
@@ -58,9 +70,7 @@ impl<'a> Floats<'a> {
     pub fn kept(&self) -> Cow<'a, [u8]> {
         match self.rows {
             Rows::InOrder => Cow::Borrowed(self.bytes),
-            Rows::Interleaved { .. } => {
-                Cow::Owned((0..self.n).flat_map(|r| self.row(r)).copied().collect())
-            }
+            Rows::Interleaved { .. } => Cow::Owned((0..self.n).flat_map(|r| self.row(r)).copied().collect()),
         }
     }
 

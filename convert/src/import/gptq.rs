@@ -200,7 +200,9 @@ pub fn convention(patterns: &[(&str, Pattern)], hint: &Hint) -> Result<Conventio
         return Err(ConvertError::tensor(&format!("{mixed}.qzeros"), "zero-points", expected, "different ones"));
     }
     match (hint.zeros_as_stored, low, mid) {
-        (true, Some(low), _) => conflict(low, "all one below the middle (version 1)", mixed, "values of a version 2 file"),
+        (true, Some(low), _) => {
+            conflict(low, "all one below the middle (version 1)", mixed, "values of a version 2 file")
+        }
         (false, _, Some(mid)) => conflict(mid, "all the middle code (version 2)", mixed, "values of a version 1 file"),
         (true, ..) => Ok(Convention::Stored),
         (false, ..) => Ok(Convention::Less),
@@ -215,7 +217,12 @@ fn bits_of(name: &str, rows: usize, cols: usize, n: usize, k: usize, hint: &Hint
         return Err(ConvertError::tensor(name, "shape", expected, format!("[{rows}, {cols}]")));
     };
     if let Some(said) = hint.bits.filter(|&b| b != bits as u64 && !hint.per_module) {
-        return Err(ConvertError::tensor(name, "bits", format!("{said}, as {} says", hint.file), format!("{bits} by its shape")));
+        return Err(ConvertError::tensor(
+            name,
+            "bits",
+            format!("{said}, as {} says", hint.file),
+            format!("{bits} by its shape"),
+        ));
     }
     if bits < 4 {
         return Err(ConvertError::unsupported(
@@ -241,7 +248,12 @@ fn group_by_index(name: &str, raw: &RawTensor, k: usize, groups: usize) -> Resul
     let group = index.iter().take_while(|&&g| g == 0).count();
     if group == k {
         let expected = format!("{groups} groups, as the scales have");
-        return Err(ConvertError::tensor(name, "groups", expected, "zeros only; remove the tensor if the groups are in order"));
+        return Err(ConvertError::tensor(
+            name,
+            "groups",
+            expected,
+            "zeros only; remove the tensor if the groups are in order",
+        ));
     }
     let trivial = group > 0 && index.iter().enumerate().all(|(i, &g)| g == (i / group) as i64);
     if !trivial {
@@ -253,7 +265,13 @@ fn group_by_index(name: &str, raw: &RawTensor, k: usize, groups: usize) -> Resul
     Ok(Some(group))
 }
 
-fn zero_words<'a>(name: &str, raw: &RawTensor<'a>, n: usize, bits: u8, groups: usize) -> Result<Words<'a>, ConvertError> {
+fn zero_words<'a>(
+    name: &str,
+    raw: &RawTensor<'a>,
+    n: usize,
+    bits: u8,
+    groups: usize,
+) -> Result<Words<'a>, ConvertError> {
     let (words, [rows, cols]) = Words::new(name, raw)?;
     let (whole, cut) = ((n * bits as usize).div_ceil(32), n / 32 * bits as usize);
     if rows != groups || (cols != whole && cols != cut) {
@@ -271,7 +289,6 @@ fn field(words: &Words, group: usize, row: usize, bits: u8) -> u8 {
 fn mask(bits: u8) -> u8 {
     (0xffu32 >> (8 - bits)) as u8
 }
-
 
 #[cfg(test)]
 mod tests {
@@ -314,7 +331,12 @@ mod tests {
     fn only_ordered_groups_pass() {
         let index = |g: &[i32]| {
             let bytes: Vec<u8> = g.iter().flat_map(|v| v.to_le_bytes()).collect();
-            let raw = RawTensor { dtype: Dtype::I32, shape: vec![g.len() as u64], bytes: &bytes, rows: crate::source::Rows::InOrder };
+            let raw = RawTensor {
+                dtype: Dtype::I32,
+                shape: vec![g.len() as u64],
+                bytes: &bytes,
+                rows: crate::source::Rows::InOrder,
+            };
             group_by_index("t.g_idx", &raw, g.len(), 2).map_err(|e| e.to_string())
         };
         assert_eq!(index(&[0, 0, 0, 1, 1]), Ok(Some(3)));

@@ -72,7 +72,8 @@ pub trait Integers: Sync {
         0.0
     }
 
-    /// Codes of the rows of a panel into `out`, `[rows][stride]`, the first `k` of every row.
+    /// Codes of the rows of a panel into `out`, `[rows][stride]`, the first `k` of every row. What is not written
+    /// keeps the middle code that `out` comes with.
     fn fill(&self, panel: usize, stride: usize, out: &mut [u8]) {
         let shape = self.shape();
         for (r, row) in out.chunks_exact_mut(stride).enumerate().take(rows_of(shape.n, panel)) {
@@ -201,7 +202,12 @@ pub(crate) fn group_of(name: &str, k: usize, groups: usize, claimed: Option<usiz
         }
         None if k.is_multiple_of(groups) && (k / groups).is_multiple_of(16) => k / groups,
         None => (4..16).map(|p| 1 << p).find(|&g| gives(g)).ok_or_else(|| {
-            ConvertError::tensor(name, "groups", "a number that a power of two of columns gives", format!("{groups} for {k} columns"))
+            ConvertError::tensor(
+                name,
+                "groups",
+                "a number that a power of two of columns gives",
+                format!("{groups} for {k} columns"),
+            )
         })?,
     };
     if group % 32 != 0 {

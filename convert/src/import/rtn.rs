@@ -38,9 +38,10 @@ impl<'a> Rtn<'a> {
         let shape = shape(&floats, bits, group);
         let groups = shape.groups();
         let mut scales = vec![0.0; shape.n * groups];
-        scales.par_chunks_mut(groups).enumerate().try_for_each(|(row, scales)| {
+        scales.par_chunks_mut(groups).enumerate().try_for_each_init(Vec::new, |weights, (row, scales)| {
+            floats.decode(row, 0..shape.k, weights);
             for (g, scale) in scales.iter_mut().enumerate() {
-                let largest = extreme(&floats, row, g * group..shape.k.min((g + 1) * group));
+                let largest = extreme(&weights[g * group..shape.k.min((g + 1) * group)]);
                 *scale = f16::from_f32(largest / -(shape.mid() as f32)).to_f32();
                 if !scale.is_finite() || !largest.is_finite() {
                     let got = format!("{largest} in row {row}, group {g}; keep the floats with --quant keep");
@@ -54,10 +55,17 @@ impl<'a> Rtn<'a> {
 }
 
 /// Element of largest magnitude, NaN if there is one.
-pub(crate) fn extreme(floats: &Floats, row: usize, cols: std::ops::Range<usize>) -> f32 {
-    cols.map(|c| floats.at(row, c)).fold(0.0f32, |best, x| {
-        if x.is_nan() || x.abs() > best.abs() { x } else { best }
-    })
+pub(crate) fn extreme(weights: &[f32]) -> f32 {
+    weights.iter().fold(0.0f32, |best, &x| if x.is_nan() || x.abs() > best.abs() { x } else { best })
+}
+
+/// Nearest code: `steps` is the weight in scales, at most `4 * mid` in magnitude.
+#[inline]
+fn nearest(steps: f32, mid: f32) -> u8 {
+    // 1.5 * 2^23: adding it leaves no room for a fraction, so the sum is rounded to an even integer.
+    // The same as round_ties_even(), which is a library call where SSE4.1 is not assumed.
+    const ROUND: f32 = 12_582_912.0;
+    ((steps + ROUND) - ROUND + mid).clamp(0.0, 2.0 * mid - 1.0) as u8
 }
 
 impl Integers for Rtn<'_> {
@@ -71,7 +79,7 @@ impl Integers for Rtn<'_> {
         if scale == 0.0 {
             return self.shape.mid();
         }
-        ((self.floats.at(row, col) / scale).round_ties_even() + mid).clamp(0.0, 2.0 * mid - 1.0) as u8
+        nearest(self.floats.at(row, col) / scale, mid)
     }
 
     fn scale(&self, row: usize, group: usize) -> f32 {
@@ -79,9 +87,18 @@ impl Integers for Rtn<'_> {
     }
 
     fn fill(&self, panel: usize, stride: usize, out: &mut [u8]) {
-        for (r, row) in out.chunks_exact_mut(stride).enumerate().take(rows_of(self.shape.n, panel)) {
-            for (col, code) in row[..self.shape.k].iter_mut().enumerate() {
-                *code = self.code(panel * PANEL + r, col);
+        let IntShape { k, group, .. } = self.shape;
+        let mid = self.shape.mid() as f32;
+        let mut weights = Vec::with_capacity(k);
+        for (r, codes) in out.chunks_exact_mut(stride).enumerate().take(rows_of(self.shape.n, panel)) {
+            let row = panel * PANEL + r;
+            self.floats.decode(row, 0..k, &mut weights);
+            for (g, (codes, weights)) in codes[..k].chunks_mut(group).zip(weights.chunks(group)).enumerate() {
+                let scale = self.scale(row, g);
+                // A group of zeros keeps the middle code, which is there already.
+                if scale != 0.0 {
+                    codes.iter_mut().zip(weights).for_each(|(code, w)| *code = nearest(w / scale, mid));
+                }
             }
         }
     }
@@ -106,7 +123,8 @@ mod tests {
     fn the_largest_weight_is_exact_and_all_are_nearest() {
         let values = [-0.5f32, 0.25, 0.5, 0.0625, -0.03, 0.46875, 0.437, 0.0];
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let raw = RawTensor { dtype: Dtype::Float(FloatType::F32), shape: vec![1, 8], bytes: &bytes, rows: Rows::InOrder };
+        let raw =
+            RawTensor { dtype: Dtype::Float(FloatType::F32), shape: vec![1, 8], bytes: &bytes, rows: Rows::InOrder };
         let rtn = Rtn::new("t", Floats::new("t", &raw, &[1, 8]).unwrap(), 4, 32).unwrap();
         assert_eq!(rtn.scale(0, 0), 0.0625);
         let codes: Vec<u8> = (0..8).map(|c| rtn.code(0, c)).collect();
@@ -117,7 +135,12 @@ mod tests {
     fn weights_that_are_no_numbers_are_named() {
         for bad in [f32::NAN, f32::INFINITY, 1e9] {
             let bytes: Vec<u8> = [0.0, bad].iter().flat_map(|v| v.to_le_bytes()).collect();
-            let raw = RawTensor { dtype: Dtype::Float(FloatType::F32), shape: vec![1, 2], bytes: &bytes, rows: Rows::InOrder };
+            let raw = RawTensor {
+                dtype: Dtype::Float(FloatType::F32),
+                shape: vec![1, 2],
+                bytes: &bytes,
+                rows: Rows::InOrder,
+            };
             let text = Rtn::new("t", Floats::new("t", &raw, &[1, 2]).unwrap(), 4, 32).unwrap_err().to_string();
             assert!(text.contains("row 0, group 0"), "{text}");
         }

@@ -36,7 +36,11 @@ pub(super) fn open(dir: &Path) -> Result<Source, ConvertError> {
         (None, [], [], []) => return Err(nothing(dir, &names)),
         _ => {
             let files = if ggufs.is_empty() { singles.join(", ") } else { [singles, ggufs].concat().join(", ") };
-            return Err(source_error(dir, format!("several tensor files and no index ({files})"), "name the one to convert"));
+            return Err(source_error(
+                dir,
+                format!("several tensor files and no index ({files})"),
+                "name the one to convert",
+            ));
         }
     };
     let path = dir.join(chosen);
@@ -149,7 +153,11 @@ fn tokenizer(dir: &Path, notes: &mut Vec<String>) -> Result<Option<Vec<u8>>, Con
 }
 
 /// The template, in the places transformers looks for it, in its order.
-fn chat_template(dir: &Path, tokenizer_config: &Value, notes: &mut Vec<String>) -> Result<Option<String>, ConvertError> {
+fn chat_template(
+    dir: &Path,
+    tokenizer_config: &Value,
+    notes: &mut Vec<String>,
+) -> Result<Option<String>, ConvertError> {
     let text = |path: &Path| {
         let read = fs::read_to_string(path);
         read.map(Some).map_err(|source| ConvertError::Io { path: path.into(), source })
@@ -167,7 +175,8 @@ fn chat_template(dir: &Path, tokenizer_config: &Value, notes: &mut Vec<String>) 
         return Ok(Some(found));
     }
     let Ok(more) = fs::read_dir(dir.join("additional_chat_templates")) else { return Ok(None) };
-    let mut paths: Vec<_> = more.flatten().map(|e| e.path()).filter(|p| p.extension().is_some_and(|e| e == "jinja")).collect();
+    let mut paths: Vec<_> =
+        more.flatten().map(|e| e.path()).filter(|p| p.extension().is_some_and(|e| e == "jinja")).collect();
     paths.sort();
     match &paths[..] {
         [] => Ok(None),
@@ -183,7 +192,9 @@ fn one_of(value: Option<&Value>, notes: &mut Vec<String>) -> Option<String> {
     let named: Vec<(&str, &str)> = match value? {
         Value::String(s) => return Some(s.clone()),
         Value::Object(o) => o.iter().filter_map(|(n, t)| Some((n.as_str(), t.as_str()?))).collect(),
-        Value::Array(list) => list.iter().filter_map(|e| Some((e.get("name")?.as_str()?, e.get("template")?.as_str()?))).collect(),
+        Value::Array(list) => {
+            list.iter().filter_map(|e| Some((e.get("name")?.as_str()?, e.get("template")?.as_str()?))).collect()
+        }
         _ => vec![],
     };
     let (name, template) = named.iter().find(|(n, _)| *n == "default").or(named.first())?;
@@ -200,9 +211,9 @@ fn quant_config(dir: &Path, config: &Value) -> Result<Option<(String, Value)>, C
             return Ok(Some((name.into(), found)));
         }
     }
-    let places = [Some(config)].into_iter().chain(
-        ["text_config", "language_config", "llm_config"].iter().map(|k| config.get(k)),
-    );
+    let places = [Some(config)]
+        .into_iter()
+        .chain(["text_config", "language_config", "llm_config"].iter().map(|k| config.get(k)));
     let found = places.flatten().find_map(|c| c.get("quantization_config")).filter(|v| !v.is_null());
     Ok(found.map(|v| ("config.json".into(), v.clone())))
 }
@@ -248,7 +259,9 @@ fn id(value: &Value) -> Option<u32> {
 fn licence(dir: &Path) -> Option<String> {
     let card = fs::read_to_string(dir.join("README.md")).ok()?;
     let front = card.strip_prefix("---")?.split("\n---").next()?;
-    let value = |key: &str| front.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':').map(|v| v.trim().trim_matches(['"', '\''])));
+    let value = |key: &str| {
+        front.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':').map(|v| v.trim().trim_matches(['"', '\''])))
+    };
     match value("license") {
         Some("other") => value("license_name").or(Some("other")).map(String::from),
         found => found.filter(|v| !v.is_empty()).map(String::from),
@@ -257,7 +270,9 @@ fn licence(dir: &Path) -> Option<String> {
 
 /// Why a directory has nothing to convert.
 fn nothing(dir: &Path, names: &[String]) -> ConvertError {
-    let pickle = names.iter().find(|n| [".bin", ".pt", ".pth", ".ckpt"].iter().any(|e| n.ends_with(e)) && *n != "training_args.bin");
+    let pickle = names
+        .iter()
+        .find(|n| [".bin", ".pt", ".pth", ".ckpt"].iter().any(|e| n.ends_with(e)) && *n != "training_args.bin");
     match pickle {
         Some(name) => pickled(&dir.join(name)),
         None => source_error(dir, "no .safetensors and no .gguf file in it", "give the directory that holds the model"),

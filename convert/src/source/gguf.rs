@@ -98,7 +98,9 @@ pub fn parse(bytes: &[u8]) -> Result<Gguf<'_>, Malformed> {
     let alignment = match meta.get("general.alignment") {
         None => 32,
         Some(Value::Unsigned(a)) if a.is_power_of_two() && (8..=1 << 20).contains(a) => *a,
-        Some(v) => return Err(Malformed::field("general.alignment", "a power of two from 8 to 2^20", format!("{v:?}"))),
+        Some(v) => {
+            return Err(Malformed::field("general.alignment", "a power of two from 8 to 2^20", format!("{v:?}")));
+        }
     };
     let data_at = if infos.is_empty() { bytes.len() as u64 } else { (r.at as u64).next_multiple_of(alignment) };
     Ok(Gguf { meta, tensors: place(infos, bytes, data_at, alignment)? })
@@ -108,7 +110,12 @@ pub fn parse(bytes: &[u8]) -> Result<Gguf<'_>, Malformed> {
 type Info<'a> = (&'a str, Vec<u64>, Dtype, u64);
 
 /// Finds every tensor's bytes and checks that none overlap.
-fn place<'a>(infos: Vec<Info<'a>>, bytes: &'a [u8], data_at: u64, alignment: u64) -> Result<Vec<Tensor<'a>>, Malformed> {
+fn place<'a>(
+    infos: Vec<Info<'a>>,
+    bytes: &'a [u8],
+    data_at: u64,
+    alignment: u64,
+) -> Result<Vec<Tensor<'a>>, Malformed> {
     let mut ranges = vec![];
     let mut tensors = vec![];
     for (name, shape, dtype, offset) in infos {
@@ -130,7 +137,11 @@ fn place<'a>(infos: Vec<Info<'a>>, bytes: &'a [u8], data_at: u64, alignment: u64
     ranges.sort();
     for pair in ranges.windows(2) {
         if pair[1].0 < pair[0].1 {
-            return Err(Malformed::field("tensor ranges", "disjoint", format!("{} and {} overlap", pair[0].2, pair[1].2)));
+            return Err(Malformed::field(
+                "tensor ranges",
+                "disjoint",
+                format!("{} and {} overlap", pair[0].2, pair[1].2),
+            ));
         }
     }
     Ok(tensors)
@@ -256,7 +267,8 @@ impl<'a> Reader<'a> {
     fn text(&mut self, what: &str) -> Result<&'a str, Malformed> {
         let len = self.u64(what)?;
         let bytes = self.take(len, what)?;
-        std::str::from_utf8(bytes).map_err(|_| Malformed::field(what, "UTF-8", format!("{:02x?}", &bytes[..bytes.len().min(16)])))
+        std::str::from_utf8(bytes)
+            .map_err(|_| Malformed::field(what, "UTF-8", format!("{:02x?}", &bytes[..bytes.len().min(16)])))
     }
 
     fn value(&mut self, key: &str) -> Result<Value<'a>, Malformed> {
@@ -313,13 +325,10 @@ impl<'a> Reader<'a> {
 
 /// The type with an id, or the name of one we do not import.
 fn dtype(id: u32) -> Result<Dtype, String> {
-    const OTHER: [(u32, &str); 31] = [
-        (6, "Q5_0"), (7, "Q5_1"), (9, "Q8_1"), (10, "Q2_K"), (11, "Q3_K"), (12, "Q4_K"), (13, "Q5_K"), (14, "Q6_K"),
-        (15, "Q8_K"), (16, "IQ2_XXS"), (17, "IQ2_XS"), (18, "IQ3_XXS"), (19, "IQ1_S"), (20, "IQ4_NL"), (21, "IQ3_S"),
-        (22, "IQ2_S"), (23, "IQ4_XS"), (24, "I8"), (25, "I16"), (27, "I64"), (28, "F64"), (29, "IQ1_M"),
-        (31, "Q4_0_4_4"), (32, "Q4_0_4_8"), (33, "Q4_0_8_8"), (34, "TQ1_0"), (35, "TQ2_0"), (36, "IQ4_NL_4_4"),
-        (37, "IQ4_NL_4_8"), (38, "IQ4_NL_8_8"), (39, "MXFP4"),
-    ];
+    // By id; a dash is one that is imported, or was never used.
+    const NAMES: &str = "- - - - - - Q5_0 Q5_1 - Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL \
+                         IQ3_S IQ2_S IQ4_XS I8 I16 - I64 F64 IQ1_M - Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 \
+                         IQ4_NL_4_4 IQ4_NL_4_8 IQ4_NL_8_8 MXFP4 NVFP4";
     Ok(match id {
         0 => Dtype::Float(FloatType::F32),
         1 => Dtype::Float(FloatType::F16),
@@ -329,8 +338,8 @@ fn dtype(id: u32) -> Result<Dtype, String> {
         8 => Dtype::Block(Block::Q8_0),
         26 => Dtype::I32,
         _ => {
-            let name = OTHER.iter().find(|o| o.0 == id).map(|o| o.1.to_string());
-            return Err(name.unwrap_or_else(|| format!("number {id}")));
+            let name = NAMES.split_whitespace().nth(id as usize).filter(|n| *n != "-");
+            return Err(name.map_or_else(|| format!("number {id}"), String::from));
         }
     })
 }

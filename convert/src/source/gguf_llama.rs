@@ -196,7 +196,11 @@ fn rename(t: &Tensor, head_dim: usize) -> Result<(String, Rows), Malformed> {
         _ => return whole(t.name),
     };
     if permuted && !t.shape[0].is_multiple_of(head_dim as u64) {
-        return Err(Malformed::field(format!("tensor {}: rows", t.name), format!("a multiple of {head_dim}"), t.shape[0]));
+        return Err(Malformed::field(
+            format!("tensor {}: rows", t.name),
+            format!("a multiple of {head_dim}"),
+            t.shape[0],
+        ));
     }
     let rows = if permuted { Rows::Interleaved { head_dim } } else { Rows::InOrder };
     Ok((format!("model.layers.{layer}.{ours}.{kind}"), rows))

@@ -29,7 +29,8 @@ pub fn tokenizer_json(gguf: &Gguf, notes: &mut Vec<String>) -> Result<Option<Vec
     for merge in texts(gguf, "tokenizer.ggml.merges")? {
         // Neither half contains a space: byte-level BPE writes it as U+0120.
         let pair = merge.split_once(' ').filter(|(_, right)| !right.contains(' '));
-        let (left, right) = pair.ok_or_else(|| Malformed::field("tokenizer.ggml.merges", "two parts", format!("{merge:?}")))?;
+        let (left, right) =
+            pair.ok_or_else(|| Malformed::field("tokenizer.ggml.merges", "two parts", format!("{merge:?}")))?;
         merges.push(json!([left, right]));
     }
     let mut vocab = serde_json::Map::new();
@@ -74,10 +75,9 @@ struct Pre {
 }
 
 fn pre(gguf: &Gguf, notes: &mut Vec<String>) -> Result<Pre, Malformed> {
-    let byte_level = |use_regex: bool| {
-        json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex })
-    };
-    let sequence = |first: Json, use_regex| json!({ "type": "Sequence", "pretokenizers": [first, byte_level(use_regex)] });
+    let byte_level = |use_regex: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex });
+    let sequence =
+        |first: Json, use_regex| json!({ "type": "Sequence", "pretokenizers": [first, byte_level(use_regex)] });
     let split = |digits: &str| {
         let regex = format!(
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -90,7 +90,9 @@ fn pre(gguf: &Gguf, notes: &mut Vec<String>) -> Result<Pre, Malformed> {
         "smollm" => plain(sequence(json!({ "type": "Digits", "individual_digits": true }), true)),
         "gpt-2" => plain(byte_level(true)),
         "default" => {
-            notes.push("the GGUF does not name its pre-tokenizer: taken as GPT-2's, which may split text differently".into());
+            notes.push(
+                "the GGUF does not name its pre-tokenizer: taken as GPT-2's, which may split text differently".into(),
+            );
             plain(byte_level(true))
         }
         // llama.cpp adds the beginning token for these whatever the model, unless the file says otherwise.
@@ -152,7 +154,9 @@ fn post_processor(gguf: &Gguf, pre: &Pre, tokens: &[&str]) -> Result<Json, Malfo
         special.insert(text.clone(), json!({ "id": text, "ids": [id], "tokens": [text] }));
     }
     let wrapped = |sequence: &str, type_id: u32| {
-        let one = |t: &Option<(u64, String)>| t.as_ref().map(|t| json!({ "SpecialToken": { "id": t.1, "type_id": type_id } }));
+        let one = |t: &Option<(u64, String)>| {
+            t.as_ref().map(|t| json!({ "SpecialToken": { "id": t.1, "type_id": type_id } }))
+        };
         let middle = json!({ "Sequence": { "id": sequence, "type_id": type_id } });
         one(&bos).into_iter().chain([middle]).chain(one(&eos)).collect::<Vec<_>>()
     };

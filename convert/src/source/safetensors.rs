@@ -46,7 +46,8 @@ pub fn parse(bytes: &[u8]) -> Result<BTreeMap<String, RawTensor<'_>>, Malformed>
         }
         let need = bytes_of(dtype, &entry.shape);
         if need != Some(end - start) {
-            let expected = need.map_or("a size below 2^64".into(), |n| format!("{n} for {} {:?}", dtype.name(), entry.shape));
+            let expected =
+                need.map_or("a size below 2^64".into(), |n| format!("{n} for {} {:?}", dtype.name(), entry.shape));
             return Err(Malformed::field(format!("tensor {name}: bytes"), expected, end - start));
         }
         let slice = data
@@ -75,17 +76,17 @@ fn bytes_of(dtype: Dtype, shape: &[u64]) -> Option<u64> {
 }
 
 fn dtype(name: &str) -> Option<Dtype> {
-    const OTHER: [(&str, u64); 17] = [
+    #[rustfmt::skip]
+    const OTHER: [(&str, u64); 18] = [
         ("F64", 64), ("I64", 64), ("U64", 64), ("U32", 32), ("I16", 16), ("U16", 16), ("I8", 8), ("U8", 8), ("BOOL", 8),
         ("F8_E4M3", 8), ("F8_E5M2", 8), ("F8_E8M0", 8), ("F8_E4M3FNUZ", 8), ("F8_E5M2FNUZ", 8),
-        ("F6_E2M3", 6), ("F6_E3M2", 6), ("F4", 4),
+        ("C64", 64), ("F6_E2M3", 6), ("F6_E3M2", 6), ("F4", 4),
     ];
     Some(match name {
         "F32" => Dtype::Float(FloatType::F32),
         "F16" => Dtype::Float(FloatType::F16),
         "BF16" => Dtype::Float(FloatType::BF16),
         "I32" => Dtype::I32,
-        "C64" => Dtype::Other("C64", 64),
         _ => OTHER.iter().find(|o| o.0 == name).map(|o| Dtype::Other(o.0, o.1))?,
     })
 }

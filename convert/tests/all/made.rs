@@ -4,6 +4,7 @@ use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 use half::{bf16, f16};
@@ -35,7 +36,9 @@ pub struct Scratch(pub PathBuf);
 
 impl Scratch {
     pub fn new(name: &str) -> Scratch {
-        let dir = std::env::temp_dir().join(format!("quern-convert-{}-{name}", std::process::id()));
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let dir = std::env::temp_dir().join(format!("quern-convert-{}-{count}-{name}", std::process::id()));
         let _ = fs::remove_dir_all(&dir);
         fs::create_dir_all(dir.join("model")).unwrap();
         Scratch(dir)
@@ -65,7 +68,7 @@ impl Scratch {
     }
 
     pub fn fails(&self, expected: &str) {
-        let text = self.convert(&Options::default()).err().expect("must fail").to_string();
+        let text = self.convert(&Options::default()).expect_err("must fail").to_string();
         assert!(text.contains(expected), "expected {expected:?} in: {text}");
     }
 }

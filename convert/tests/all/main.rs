@@ -1,5 +1,9 @@
 //! The converter from outside: fixtures of other tools, checkpoints made here, and hostile bytes.
 
+// A panic is how a test fails, in helpers too.
+#![allow(clippy::unwrap_used)]
+
+mod directory;
 mod fixtures;
 mod gguf;
 mod hostile;

@@ -41,7 +41,8 @@ fn tensors_that_are_missing_or_too_many_are_named() {
 
 #[test]
 fn shapes_and_config_must_agree() {
-    model("bits", |c, _| c["quantization_config"]["bits"] = json!(8)).fails("bits: expected 8, as config.json says, got 4");
+    model("bits", |c, _| c["quantization_config"]["bits"] = json!(8))
+        .fails("bits: expected 8, as config.json says, got 4");
     model("group", |c, _| c["quantization_config"]["group_size"] = json!(64)).fails("64 columns");
     model("method", |c, _| c["quantization_config"]["quant_method"] = json!("awq")).fails("awq, as config.json says");
     model("vocab", |c, _| c["vocab_size"] = json!(VOCAB + 1)).fails("model.embed_tokens.weight: shape");
@@ -56,7 +57,8 @@ fn formats_of_later_versions_are_named() {
     let shuffled = ("I32", vec![HIDDEN], index);
     model("act-order", |_, t| drop(t.insert(format!("{Q}.g_idx"), shuffled.clone()))).fails("act-order");
     model("marlin", |c, _| c["quantization_config"]["checkpoint_format"] = json!("marlin")).fails("marlin");
-    model("float-zeros", |_, t| drop(t.insert(format!("{Q}.zeros"), ("F16", vec![0], vec![])))).fails("float zero-points");
+    model("float-zeros", |_, t| drop(t.insert(format!("{Q}.zeros"), ("F16", vec![0], vec![]))))
+        .fails("float zero-points");
     model("i64", |_, t| {
         let (_, shape, bytes) = t[&format!("{Q}.qweight")].clone();
         t.insert(format!("{Q}.qweight"), ("I64", vec![shape[0], shape[1] / 2], bytes));
@@ -73,11 +75,15 @@ fn formats_of_later_versions_are_named() {
     for bits in [2, 3] {
         model(&format!("bits-{bits}"), |c, t| {
             c["quantization_config"]["bits"] = json!(bits);
-            t.insert(format!("{Q}.qweight"), ("I32", vec![HIDDEN * bits / 32, HIDDEN], vec![0; HIDDEN * bits / 8 * HIDDEN]));
+            t.insert(
+                format!("{Q}.qweight"),
+                ("I32", vec![HIDDEN * bits / 32, HIDDEN], vec![0; HIDDEN * bits / 8 * HIDDEN]),
+            );
         })
         .fails(&format!("{bits}-bit"));
     }
-    model("f64", |_, t| drop(t.insert("model.norm.weight".into(), ("F64", vec![HIDDEN], vec![0; 8 * HIDDEN])))).fails("F64");
+    model("f64", |_, t| drop(t.insert("model.norm.weight".into(), ("F64", vec![HIDDEN], vec![0; 8 * HIDDEN]))))
+        .fails("F64");
 }
 
 #[test]
@@ -101,7 +107,8 @@ fn shards_and_their_index_must_agree() {
     let dir = scratch.model();
     let tensors = float_model(&mut Random::new(13), FloatType::BF16);
     let (names, _): (Vec<_>, Vec<_>) = tensors.keys().cloned().partition(|n| n.contains("mlp"));
-    let part = |inside: bool| tensors.clone().into_iter().filter(|t| names.contains(&t.0) == inside).collect::<Tensors>();
+    let part =
+        |inside: bool| tensors.clone().into_iter().filter(|t| names.contains(&t.0) == inside).collect::<Tensors>();
     write(&dir, &config(), &part(false), "model-00001-of-00002.safetensors");
     let files = |name: &String| format!("model-0000{}-of-00002.safetensors", 1 + names.contains(name) as u8);
     let mut weight_map: serde_json::Map<String, Value> = tensors.keys().map(|n| (n.clone(), files(n).into())).collect();
@@ -152,7 +159,8 @@ fn sources_that_are_no_checkpoint_are_explained() {
 fn an_existing_file_is_kept_unless_forced_and_whatever_happens() {
     let scratch = model("force", |_, _| {});
     fs::write(scratch.out(), b"precious").unwrap();
-    let text = quern_convert::convert(&scratch.model(), &scratch.out(), &Options::default(), &mut ()).unwrap_err().to_string();
+    let text =
+        quern_convert::convert(&scratch.model(), &scratch.out(), &Options::default(), &mut ()).unwrap_err().to_string();
     assert!(text.contains("--force"), "{text}");
     let bad = Options { force: true, group: Some(48), quant: Quant::Int4, ..Options::default() };
     assert!(quern_convert::convert(&scratch.model(), &scratch.out(), &bad, &mut ()).is_err());

@@ -27,7 +27,13 @@ fn gptq_of_every_kind_is_exact() {
     let mut random = Random::new(1);
     for bits in [4, 8] {
         for group in [-1, 32, 64, 128] {
-            for (label, sym, v1) in [("gptq", true, true), ("gptq", true, false), ("gptq_v2", true, false), ("gptq", false, true), ("gptq_v2", false, false)] {
+            for (label, sym, v1) in [
+                ("gptq", true, true),
+                ("gptq", true, false),
+                ("gptq_v2", true, false),
+                ("gptq", false, true),
+                ("gptq_v2", false, false),
+            ] {
                 let scratch = Scratch::new(&format!("gptq-{bits}-{group}-{label}-{sym}-{v1}"));
                 let mut tensors = around(&mut random);
                 let mut all = vec![];
@@ -184,7 +190,9 @@ fn floats_are_kept_or_rounded() {
 #[test]
 fn rounding_to_nearest_stays_within_half_a_step() {
     let mut random = Random::new(8);
-    for (quant, bits, group) in [(Quant::Int4, 4, None), (Quant::Int8, 8, None), (Quant::Int4, 4, Some(32)), (Quant::Int4, 4, Some(256))] {
+    for (quant, bits, group) in
+        [(Quant::Int4, 4, None), (Quant::Int8, 8, None), (Quant::Int4, 4, Some(32)), (Quant::Int4, 4, Some(256))]
+    {
         let scratch = Scratch::new(&format!("rtn-{bits}-{group:?}"));
         let tensors = float_model(&mut random, FloatType::F32);
         write(&scratch.model(), &config(), &tensors, "model.safetensors");

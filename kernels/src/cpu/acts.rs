@@ -10,6 +10,9 @@
 //! Bytes: rows are taken [`MR`] at a time (the last rows `mb = m % MR`), block-major:
 //! `byte(b, r, quad, kk) = b*m*B + (r/MR)*MR*B + (quad*mb + r%MR)*4 + kk`, so that one row is plain
 //! and four rows are read as one stream. Scales and sums are `[blocks][m]`.
+//! What the middle code 8 of int4 would subtract is kept ready as the start value of 16-bit sums:
+//! `middles[b][half][m]`, where a half is 32 columns, holds `-8 * sum` over the columns with
+//! `k % 4 < 2` (low 16 bits) and over the others (high 16 bits).
 //!
 //! Threads may fill different rows, or different blocks of a row, at the same time.
 
@@ -73,6 +76,16 @@ pub struct Acts {
     q: Buf<i8>,
     scales: Buf<f32>,
     sums: Buf<i32>,
+    middles: Buf<i32>,
+}
+
+/// What the quantizer knows of a block besides its values.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Quantum {
+    pub scale: f32,
+    pub sum: i32,
+    /// Per half; the second is unused in a block of 32.
+    pub middles: [i32; 2],
 }
 
 impl Acts {
@@ -90,7 +103,7 @@ impl Acts {
         if forms.floats {
             // Rows a multiple of 4 KiB apart would all fall into the same sets of the L1 cache.
             self.stride = k.next_multiple_of(16);
-            self.stride += if self.stride % 512 == 0 { 16 } else { 0 };
+            self.stride += if self.stride.is_multiple_of(512) { 16 } else { 0 };
             self.x.reserve(m * self.stride);
         }
         if let Some(block) = forms.block {
@@ -99,6 +112,7 @@ impl Acts {
             self.q.reserve(m * blocks * block);
             self.scales.reserve(m * blocks);
             self.sums.reserve(m * blocks);
+            self.middles.reserve(m * blocks * block / 32);
         }
     }
 
@@ -182,9 +196,13 @@ impl Acts {
             // SAFETY: `x` has `block` columns; the quads of (row, b) lie in `q`, for the caller
             // alone; an Isa exists only where its instructions do.
             unsafe {
-                let (scale, sum) = (isa.quantize)(x, self.q.ptr().add(to), step);
-                *self.scales.ptr().add(b * self.m + row) = scale;
-                *self.sums.ptr().add(b * self.m + row) = sum;
+                let quantum = (isa.quantize)(x, self.q.ptr().add(to), step);
+                *self.scales.ptr().add(b * self.m + row) = quantum.scale;
+                *self.sums.ptr().add(b * self.m + row) = quantum.sum;
+                for half in 0..block / 32 {
+                    let at = (b * (block / 32) + half) * self.m + row;
+                    *self.middles.ptr().add(at) = quantum.middles[half];
+                }
             }
         }
     }
@@ -230,6 +248,12 @@ impl Acts {
     #[inline]
     pub(crate) fn sum_ptr(&self, row: usize, b: usize) -> *const i32 {
         self.sums.ptr().wrapping_add(b * self.m + row)
+    }
+
+    /// Start values of the sums of rows `row..` in the first half of block `b`; the next half is `m` on.
+    #[inline]
+    pub(crate) fn middle_ptr(&self, row: usize, b: usize) -> *const i32 {
+        self.middles.ptr().wrapping_add(b * (self.block() / 32) * self.m + row)
     }
 
     /// Elements from one f32 row to the next.

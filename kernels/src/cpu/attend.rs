@@ -8,6 +8,7 @@
 //! [`attend`] does a whole step; the unit functions below it are for callers that plan regions themselves. The
 //! arithmetic is in `tile`.
 
+mod loops;
 mod tile;
 
 use std::ops::Range;
@@ -17,7 +18,8 @@ use super::kv::{KvMemory, KvType};
 use super::lanes::Avx2;
 use super::lanes::{Kind, Portable, Simd};
 use crate::team::{Disjoint, Team, split as share};
-use tile::{Element, Group, Half, Loops, Single, State};
+use loops::{Element, Half, Loops, Single};
+use tile::{Group, State};
 
 /// Tokens of a split of the context.
 pub const SPLIT: usize = 256;
@@ -65,9 +67,10 @@ pub struct Scratch {
     lines: Vec<Line>,
 }
 
+/// A cache line; only ever looked at through pointers.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
-struct Line([f32; 16]);
+struct Line(#[allow(dead_code)] [f32; 16]);
 
 /// Attention of one layer for all chunks of a step; `out` is `[rows of all chunks, heads * head_dim]` in chunk order.
 ///
@@ -339,7 +342,11 @@ const HEADER: usize = 8;
 
 /// Folds the partials of one row and head, `[splits, partial_len]` in split order, into its output, `[head_dim]`.
 pub fn merge(simd: Simd, partials: &[f32], out: &mut [f32]) {
-    assert!(!partials.is_empty() && partials.len().is_multiple_of(partial_len(out.len())), "{} partial", partials.len());
+    assert!(
+        !partials.is_empty() && partials.len().is_multiple_of(partial_len(out.len())),
+        "{} partial",
+        partials.len()
+    );
     // SAFETY: a `Simd` exists only where it can run.
     unsafe {
         match simd.kind() {
@@ -385,7 +392,11 @@ fn group<'a>(
 
 /// # Safety
 /// The CPU can run `V`; `E` is how the cache stores elements; nobody appends to the table's blocks.
-unsafe fn whole<'o, V: Loops, E: Element>(g: &Group, scratch: &mut Scratch, out: &mut dyn FnMut(usize) -> &'o mut [f32]) {
+unsafe fn whole<'o, V: Loops, E: Element>(
+    g: &Group,
+    scratch: &mut Scratch,
+    out: &mut dyn FnMut(usize) -> &'o mut [f32],
+) {
     let state = State::new(g, scratch);
     let vectors = g.rows * g.heads;
     // Running (m, l) of every vector over the splits so far; the values run in the output itself.

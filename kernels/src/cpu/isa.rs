@@ -3,7 +3,7 @@
 //! A table is chosen once, at run time; loops over panels, threads and layers live above it.
 //! Every table gives the same bits as the scalar one, so a table is a matter of speed only.
 
-use super::acts::Acts;
+use super::acts::{Acts, Quantum};
 use super::linear::{FloatPanel, IntPanel, Scratch};
 use super::scalar;
 use std::ops::Range;
@@ -23,8 +23,7 @@ pub enum Level {
 }
 
 /// int8 quantization of one block: `x` is a whole block, quads go to `to`, `step` bytes apart.
-/// Returns the scale and the sum of the values.
-pub(crate) type Quantize = unsafe fn(x: &[f32], to: *mut i8, step: usize) -> (f32, i32);
+pub(crate) type Quantize = unsafe fn(x: &[f32], to: *mut i8, step: usize) -> Quantum;
 /// `tile[r][0..64]` = outputs of a panel of an integer weight for activation row `rows.start + r`.
 pub(crate) type IntLinear = unsafe fn(&IntPanel, &Acts, Range<usize>, &mut [f32], &mut Scratch);
 /// The same for a float weight.

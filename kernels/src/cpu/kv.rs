@@ -127,7 +127,12 @@ impl KvMemory {
     /// block. Different slots or heads may be written at the same time.
     pub unsafe fn append(&self, layer: usize, block: u32, slot: usize, kv_head: usize, k: &[f32], v: &[f32]) {
         let d = self.layers[layer].shape.head_dim;
-        assert!(slot < BLOCK && k.len() == d && v.len() == d, "slot {slot}, key {}, value {}, head {d}", k.len(), v.len());
+        assert!(
+            slot < BLOCK && k.len() == d && v.len() == d,
+            "slot {slot}, key {}, value {}, head {d}",
+            k.len(),
+            v.len()
+        );
         let at = self.head(layer, block, kv_head);
         match self.kind {
             // SAFETY: `head` checked block and head; K^T is [d][BLOCK] and V is [BLOCK][d] from there, slot < BLOCK.

@@ -155,15 +155,8 @@ unsafe fn polynomial<V: Lanes>(c: &[f32; 7], r: V) -> V {
 const EXP: [f32; 7] = [0.001_381_446_7, 0.008_368_781, 0.041_668_393, 0.166_665_2, 0.499_999_94, 1.0, 1.0];
 
 /// 2^r for |r| <= 1/2: least relative error (6e-9) with the last two fixed, so 2^0 is 1.
-const EXP2: [f32; 7] = [
-    0.000_153_925_46,
-    0.001_338_944_5,
-    0.009_618_276,
-    0.055_503_644,
-    0.240_226_5,
-    std::f32::consts::LN_2,
-    1.0,
-];
+const EXP2: [f32; 7] =
+    [0.000_153_925_46, 0.001_338_944_5, 0.009_618_276, 0.055_503_644, 0.240_226_49, std::f32::consts::LN_2, 1.0];
 
 /// The specification.
 #[derive(Clone, Copy)]

@@ -192,6 +192,16 @@ pub(crate) struct Meta {
     pub slot: [usize; SPAN / 32],
 }
 
+impl Meta {
+    /// Scales, zeros and minima of `slot`, from row `c` of the panel on; in range if both are.
+    #[inline]
+    pub fn at(&self, slot: usize, c: usize) -> (*const f32, *const i32, *const f32) {
+        let i = slot * PANEL + c;
+        let (s, z, m) = (self.s.as_ptr(), self.z.as_ptr(), self.m.as_ptr());
+        (s.cast::<f32>().wrapping_add(i), z.cast::<i32>().wrapping_add(i), m.cast::<f32>().wrapping_add(i))
+    }
+}
+
 impl Default for Meta {
     fn default() -> Self {
         Meta { s: [[0.0; PANEL]; 4], z: [[0; PANEL]; 4], m: [[0.0; PANEL]; 4], slot: [0; 4] }

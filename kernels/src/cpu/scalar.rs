@@ -1,6 +1,6 @@
 //! The table that runs anywhere. Correct first; fast enough to test with.
 
-use super::acts::{Acts, TINY};
+use super::acts::{Acts, Quantum, TINY};
 use super::isa::{Isa, Level};
 use super::linear::{FloatPanel, IntPanel, Scratch};
 use quern_models::{PANEL, ZeroKind};
@@ -21,7 +21,7 @@ pub(crate) static ISA: Isa = Isa {
 
 /// # Safety
 /// `to` is writable for the quads of a block of `x.len()` values, `step` bytes apart.
-pub(crate) unsafe fn quantize(x: &[f32], to: *mut i8, step: usize) -> (f32, i32) {
+pub(crate) unsafe fn quantize(x: &[f32], to: *mut i8, step: usize) -> Quantum {
     // As integers, magnitudes order like the floats they are, with infinities and NaNs on top.
     let top = x.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
     let amax = f32::from_bits(top);
@@ -30,14 +30,19 @@ pub(crate) unsafe fn quantize(x: &[f32], to: *mut i8, step: usize) -> (f32, i32)
         a if a < TINY => (0.0, 0.0),
         a => (a / 127.0, 127.0 / a),
     };
-    let mut sum = 0;
+    // Per 32 columns: the sum over k % 4 < 2, and over the others.
+    let mut sums = [[0i32; 2]; 2];
     for (i, v) in x.iter().enumerate() {
         let q = if inv == 0.0 { 0 } else { (v * inv).round_ties_even() as i8 };
-        sum += q as i32;
+        sums[i / 32][i % 4 / 2] += q as i32;
         // SAFETY: the caller's promise.
         unsafe { *to.add(i / 4 * step + i % 4) = q }
     }
-    (scale, sum)
+    Quantum {
+        scale,
+        sum: sums.as_flattened().iter().sum(),
+        middles: sums.map(|[low, high]| (-8 * low) & 0xffff | (-8 * high) << 16),
+    }
 }
 
 /// # Safety
@@ -68,7 +73,7 @@ unsafe fn int_int8(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32],
 
 /// # Safety
 /// Shapes as [`super::linear::linear_panel`] checks them.
-unsafe fn int_f32(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
+pub(super) unsafe fn int_f32(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
     scratch.weights.reserve(w.k);
     for r in 0..PANEL {
         let weights = scratch.weights.slice_mut(w.k);

@@ -164,12 +164,8 @@ fn penalties_match_values_computed_by_hand() {
     assert_eq!(apply(SamplingParams { repetition_penalty: 2.0, ..plain.clone() }), [1.0, -4.0, 2.0, 1.0]);
     assert_eq!(apply(SamplingParams { presence_penalty: 0.5, ..plain.clone() }), [2.0, -2.5, 3.5, 1.0]);
     assert_eq!(apply(SamplingParams { frequency_penalty: 0.5, ..plain.clone() }), [2.0, -2.5, 3.0, 1.0]);
-    let all = SamplingParams {
-        repetition_penalty: 2.0,
-        presence_penalty: 0.25,
-        frequency_penalty: 0.5,
-        ..plain.clone()
-    };
+    let all =
+        SamplingParams { repetition_penalty: 2.0, presence_penalty: 0.25, frequency_penalty: 0.5, ..plain.clone() };
     assert_eq!(apply(all.clone()), [1.0, -4.75, 0.75, 1.0]);
     // Only the last two tokens: 2 2.
     assert_eq!(apply(SamplingParams { penalty_last_n: Some(2), ..all }), [2.0, -2.0, 0.75, 1.0]);

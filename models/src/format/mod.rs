@@ -14,7 +14,7 @@ pub use writer::{FileWriter, Meta, TensorPlan};
 #[derive(Debug, thiserror::Error)]
 pub enum FormatError {
     /// The system refused.
-    #[error("{path}: {source}")]
+    #[error("{}: {source}", path.display())]
     Io {
         /// File concerned.
         path: PathBuf,

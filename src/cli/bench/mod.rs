@@ -13,7 +13,7 @@ use quern_kernels::{
 };
 use quern_models::ModelFile;
 
-use super::{Activations, Kv, print};
+use super::{Activations, Kv, open, print};
 use rows::{Measured, Test};
 
 /// Flags of `quern bench`.
@@ -77,7 +77,7 @@ pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
     let (name, file) = match (&args.file, &args.synthetic) {
         (Some(path), _) => {
             let name = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
-            (name, ModelFile::open(path).map_err(|e| format!("{}: {e}", path.display()))?)
+            (name, open(path)?)
         }
         (None, Some(shape)) => (shape.clone(), synthetic::model(shape, args.group)?),
         (None, None) => unreachable!("clap asks for one of them"),

@@ -106,7 +106,8 @@ impl Running {
             Finish::Cancelled => End::Interrupted,
         };
         let first = self.first.unwrap_or_else(Instant::now);
-        let timings = Timings { first: first - self.start, rest: self.last.map_or(Duration::ZERO, |last| last - first) };
+        let timings =
+            Timings { first: first - self.start, rest: self.last.map_or(Duration::ZERO, |last| last - first) };
         let (text, tokens, prompt_tokens) = (self.text, self.tokens, self.prompt_tokens);
         (shown, Answer { text, end, timings, tokens, prompt_tokens, context })
     }
@@ -164,6 +165,7 @@ pub(super) fn answer<G: Generator>(
                     }
                 }
                 Event::Finished { request, finish: how } if request == id => finish = Some(how),
+                Event::Failed { request, error } if request == id => return Err(crate::engine::EngineError::from(error).into()),
                 _ => {} // of a request that was given up
             }
         }

@@ -13,8 +13,10 @@ use crate::cli::{Activations, Kv};
 
 /// Flags of `quern run`.
 #[derive(Debug, Args)]
-#[command(after_help = "Without -p, -f or --batch the prompt is read from stdin, or you chat if stdin is a terminal.\n\
-    Sampling defaults are those of the model file; a file without any is run at temperature 0.")]
+#[command(
+    after_help = "Without -p, -f or --batch the prompt is read from stdin, or you chat if stdin is a terminal.\n\
+    Sampling defaults are those of the model file; a file without any is run at temperature 0."
+)]
 pub struct RunArgs {
     /// A .qrn file
     pub file: PathBuf,

@@ -79,6 +79,11 @@ pub(super) fn run<G: Generator>(session: &mut Session<'_, G>, rows: &Path, out: 
                         write(&key, row.finish(finish, context).1.result())?;
                     }
                 }
+                Event::Failed { request, error: reason } => {
+                    if let Some((key, _)) = running.remove(&request) {
+                        write(&key, error(reason.to_string()))?;
+                    }
+                }
             }
         }
     }

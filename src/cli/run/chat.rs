@@ -90,7 +90,9 @@ pub(super) fn run<G: Generator>(
             }
             // A space before the slash says that it is no command.
             command if command.starts_with('/') => {
-                eprintln!("[no command {command}; /help lists them, and a message that begins with / needs a space first]");
+                eprintln!(
+                    "[no command {command}; /help lists them, and a message that begins with / needs a space first]"
+                );
                 continue;
             }
             _ => {}
@@ -102,7 +104,8 @@ pub(super) fn run<G: Generator>(
             session.text.continuation(&text)
         };
         session.interrupted.store(false, Ordering::Relaxed);
-        let answered = prompt.map_err(RunError::from).and_then(|prompt| answer(session, prompt, |piece| show(out, piece)));
+        let answered =
+            prompt.map_err(RunError::from).and_then(|prompt| answer(session, prompt, |piece| show(out, piece)));
         session.interrupted.store(false, Ordering::Relaxed);
         match answered {
             Ok(answer) => {

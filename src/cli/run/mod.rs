@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use quern_models::ModelFile;
+use quern_models::{FormatError, ModelFile};
 
 use crate::engine::{Engine, EngineError, EngineOptions, Generator, OpenError};
 use crate::text::{Message, PromptError, TextModel};
@@ -26,12 +26,12 @@ use args::Settings;
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     /// The model file.
-    #[error("{}: {source}", path.display())]
+    #[error("{}{source}", if matches!(source, FormatError::Io { .. }) { String::new() } else { format!("{}: ", path.display()) })]
     File {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
-        source: quern_models::FormatError,
+        source: FormatError,
     },
     /// The file can only be used by token ids.
     #[error("{}: the file has no tokenizer; convert the checkpoint again from a folder with tokenizer.json", path.display())]
@@ -176,6 +176,9 @@ fn once<G: Generator>(
     json: bool,
     out: &mut dyn Write,
 ) -> Result<(), RunError> {
+    if prompt.is_empty() {
+        return Err(PromptError::Empty.into());
+    }
     let tokens = if session.text.chats() {
         let mut messages: Vec<Message> = session.settings.system.iter().map(|s| Message::new("system", s)).collect();
         // A final line break belongs to the file or the shell, not to the message.

@@ -64,9 +64,7 @@ impl Generator for Echo {
             };
             events.push(Event::Finished { request: id, finish });
         }
-        if let Some((after, flag)) = &self.interrupt
-            && self.generated >= *after
-        {
+        if let Some((_, flag)) = self.interrupt.take_if(|(after, _)| self.generated >= *after) {
             flag.store(true, Ordering::Relaxed);
         }
         Ok(!self.running.is_empty())
@@ -191,7 +189,10 @@ fn limits_are_told_apart() {
     assert_eq!((&got["finish_reason"], &got["text"]), (&json!("context"), &json!("ab")));
     let answer = answer::answer(&mut bench.session(), vec![67, 67, 67], |_| Ok(())).unwrap();
     let summary = answer.summary(&bench.session(), None);
-    assert!(summary.contains("3 prompt + 2 answer tokens of 5; the model was made for up to 2000; raise --ctx"), "{summary}");
+    assert!(
+        summary.contains("3 prompt + 2 answer tokens of 5; the model was made for up to 2000; raise --ctx"),
+        "{summary}"
+    );
 }
 
 #[test]
@@ -204,8 +205,10 @@ fn a_prompt_without_room_is_refused_with_numbers() {
         "the prompt has 3 tokens and the context holds 3, of which the answer needs at least 1; \
          the model was made for up to 2000 tokens: raise --ctx, or shorten the prompt"
     );
-    let error = once(&mut bench.session(), "", false, &mut Vec::new()).unwrap_err().to_string();
-    assert!(error.contains("prompt is empty"), "{error}");
+    for mut bench in [bench, Bench::new(&[])] {
+        let error = once(&mut bench.session(), "", false, &mut Vec::new()).unwrap_err().to_string();
+        assert!(error.contains("prompt is empty"), "{error}");
+    }
 }
 
 #[test]
@@ -328,7 +331,8 @@ fn a_batch_answers_every_row() {
 fn a_batch_goes_on_where_it_stopped() {
     let folder = folder("resume");
     let (input, out) = (folder.join("in.jsonl"), folder.join("out.jsonl"));
-    std::fs::write(&input, "{\"prompt\": \"one\"}\n{\"id\": \"b\", \"prompt\": \"two\"}\n{\"prompt\": \"three\"}\n").unwrap();
+    std::fs::write(&input, "{\"prompt\": \"one\"}\n{\"id\": \"b\", \"prompt\": \"two\"}\n{\"prompt\": \"three\"}\n")
+        .unwrap();
     // The second row is there, the third was cut short.
     std::fs::write(&out, "{\"line\": 2, \"id\": \"b\", \"text\": \"old\"}\n{\"line\":3,\"te").unwrap();
     batch::run(&mut Bench::new(&[]).session(), &input, &out).unwrap();
@@ -364,7 +368,7 @@ fn an_interrupted_batch_keeps_what_is_done() {
     let many: String = (0..40).map(|i| format!("{{\"prompt\": \"row {i}\"}}\n")).collect();
     std::fs::write(&input, many).unwrap();
     let mut bench = Bench::new(&[]);
-    bench.engine.interrupt = Some((batch::IN_FLIGHT * 30, bench.flag.clone()));
+    bench.engine.interrupt = Some((batch::IN_FLIGHT * 12, bench.flag.clone()));
     let error = batch::run(&mut bench.session(), &input, &out).unwrap_err().to_string();
     let done = rows(&out).len();
     assert!(error.contains(&format!("{done} rows were written")), "{error}");

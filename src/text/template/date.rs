@@ -4,7 +4,17 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 const MONTHS: [&str; 12] = [
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
     "December",
 ];
 
@@ -67,7 +77,13 @@ impl Date {
                 Some('y') => padded(year.rem_euclid(100), 2),
                 Some('m') => padded(i64::from(month), 2),
                 Some('d') => padded(i64::from(day), 2),
-                Some('e') => if bare { day.to_string() } else { format!("{day:2}") },
+                Some('e') => {
+                    if bare {
+                        day.to_string()
+                    } else {
+                        format!("{day:2}")
+                    }
+                }
                 Some('j') => padded(of_year, 3),
                 Some('H') => padded(hour, 2),
                 Some('I') => padded(hour12, 2),

@@ -59,8 +59,10 @@ fn json_is_written_as_python_writes_it() {
         ("{{ 'é<&>\\'😀' | tojson }}", "\"é<&>'😀\""),
         ("{{ 'é😀' | tojson(ensure_ascii=true) }}", r#""\u00e9\ud83d\ude00""#),
         ("{{ '\\n\\t\\\"\\\\\\u0001\\u007f' | tojson }}", "\"\\n\\t\\\"\\\\\\u0001\u{7f}\""),
-        ("{{ [1.0, 0.1, 1e16, 1e15, 1e22, 0.0001, 0.00001, -0.0, 1.5e-7, 123456789.125] | tojson }}",
-         "[1.0, 0.1, 1e+16, 1000000000000000.0, 1e+22, 0.0001, 1e-05, -0.0, 1.5e-07, 123456789.125]"),
+        (
+            "{{ [1.0, 0.1, 1e16, 1e15, 1e22, 0.0001, 0.00001, -0.0, 1.5e-7, 123456789.125] | tojson }}",
+            "[1.0, 0.1, 1e+16, 1000000000000000.0, 1e+22, 0.0001, 1e-05, -0.0, 1.5e-07, 123456789.125]",
+        ),
         ("{{ {1: 'a'} | tojson }}", r#"{"1": "a"}"#),
     ];
     for (source, expected) in cases {
@@ -109,7 +111,8 @@ fn errors_name_the_line() {
 
 #[test]
 fn refusals_pass_through_loops_and_macros() {
-    let source = "{% macro m() %}{% for x in [1] %}{{ raise_exception('no: ' ~ x) }}{% endfor %}{% endmacro %}{{ m() }}";
+    let source =
+        "{% macro m() %}{% for x in [1] %}{{ raise_exception('no: ' ~ x) }}{% endfor %}{% endmacro %}{{ m() }}";
     let error = plain(source).unwrap_err();
     assert!(matches!(&error, TemplateError::Refused(message) if message == "no: 1"), "{error}");
 }

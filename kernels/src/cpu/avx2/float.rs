@@ -89,12 +89,16 @@ unsafe fn widen_row(kind: FloatType, from: *const u8, len: usize, to: *mut f32) 
 /// As [`typed`]; 8 weight rows only with one activation row.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn block<const T: u8>(w: *const u8, count: usize, k: usize, a: &Acts, rows: Range<usize>, y: *mut f32) {
-    for first in rows.clone().step_by(3) {
+    let mut first = rows.start;
+    while first < rows.end {
+        let left = rows.end - first;
+        // Four are two and two, which need fewer loads than three and one.
+        let step = if left == 4 { 2 } else { left.min(3) };
         // SAFETY: the caller's promises; the rows exist.
         unsafe {
             let x: [*const f32; 3] = std::array::from_fn(|r| a.row_ptr((first + r).min(rows.end - 1)));
             let y = y.add((first - rows.start) * PANEL);
-            match (count, (rows.end - first).min(3)) {
+            match (count, step) {
                 (8, _) => dots::<T, 8, 1>(w, k, x, y),
                 (4, 1) => dots::<T, 4, 1>(w, k, x, y),
                 (4, 2) => dots::<T, 4, 2>(w, k, x, y),
@@ -104,6 +108,7 @@ unsafe fn block<const T: u8>(w: *const u8, count: usize, k: usize, a: &Acts, row
                 (_, _) => dots::<T, 1, 3>(w, k, x, y),
             }
         }
+        first += step;
     }
 }
 
@@ -121,7 +126,7 @@ unsafe fn dots<const T: u8, const N: usize, const R: usize>(w: *const u8, k: usi
         for i in (0..whole).step_by(8) {
             let xs: [__m256; R] = std::array::from_fn(|r| load(x[r].add(i)));
             for n in 0..N {
-                if N == 8 && i * size % 64 == 0 {
+                if N == 8 && (i * size).is_multiple_of(64) {
                     // The same columns of the rows that come next.
                     prefetch(w.wrapping_add(((N + n) * k + i) * size));
                 }

@@ -23,11 +23,13 @@ const STRIP: usize = 16 * SPAN;
 pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
     // SAFETY: the caller's promises.
     unsafe {
-        match (w.zero == ZeroKind::Min, a.block()) {
-            (false, 32) => spans::<false, 1>(w, a, rows, tile, scratch),
-            (false, _) => spans::<false, 2>(w, a, rows, tile, scratch),
-            (true, 32) => spans::<true, 1>(w, a, rows, tile, scratch),
-            (true, _) => spans::<true, 2>(w, a, rows, tile, scratch),
+        match (w.zero, a.block()) {
+            (ZeroKind::Mid, 32) => spans::<MID, 1>(w, a, rows, tile, scratch),
+            (ZeroKind::Mid, _) => spans::<MID, 2>(w, a, rows, tile, scratch),
+            (ZeroKind::Code, 32) => spans::<CODE, 1>(w, a, rows, tile, scratch),
+            (ZeroKind::Code, _) => spans::<CODE, 2>(w, a, rows, tile, scratch),
+            (ZeroKind::Min, 32) => spans::<MIN, 1>(w, a, rows, tile, scratch),
+            (ZeroKind::Min, _) => spans::<MIN, 2>(w, a, rows, tile, scratch),
         }
     }
 }
@@ -37,7 +39,7 @@ pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mu
 /// # Safety
 /// As [`panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn spans<const MIN: bool, const HALVES: usize>(
+unsafe fn spans<const Z: u8, const HALVES: usize>(
     w: &IntPanel,
     a: &Acts,
     rows: Range<usize>,
@@ -69,28 +71,28 @@ unsafe fn spans<const MIN: bool, const HALVES: usize>(
                     if sweep {
                         let w = bytes.add(strip * STRIP);
                         match mb {
-                            1 => at.rows::<MIN, HALVES, false, 1, 1>(w, strip, 0, y),
-                            2 => at.rows::<MIN, HALVES, false, 1, 2>(w, strip, 0, y),
-                            3 => at.rows::<MIN, HALVES, false, 1, 3>(w, strip, 0, y),
-                            _ => at.rows::<MIN, HALVES, false, 1, 4>(w, strip, 0, y),
+                            1 => at.rows::<Z, HALVES, false, 1, 1>(w, strip, 0, y),
+                            2 => at.rows::<Z, HALVES, false, 1, 2>(w, strip, 0, y),
+                            3 => at.rows::<Z, HALVES, false, 1, 3>(w, strip, 0, y),
+                            _ => at.rows::<Z, HALVES, false, 1, 4>(w, strip, 0, y),
                         }
                         continue;
                     }
                     match mb {
-                        1 => at.rows::<MIN, HALVES, true, 4, 1>(codes, 0, ahead, y),
+                        1 => at.rows::<Z, HALVES, true, 4, 1>(codes, 0, ahead, y),
                         2 => {
                             for strip in [0, 2] {
-                                at.rows::<MIN, HALVES, true, 2, 2>(codes.add(strip * 32), strip, ahead, y);
+                                at.rows::<Z, HALVES, true, 2, 2>(codes.add(strip * 32), strip, ahead, y);
                             }
                         }
                         3 => {
                             for strip in 0..4 {
-                                at.rows::<MIN, HALVES, true, 1, 3>(codes.add(strip * 32), strip, ahead, y);
+                                at.rows::<Z, HALVES, true, 1, 3>(codes.add(strip * 32), strip, ahead, y);
                             }
                         }
                         _ => {
                             for strip in 0..4 {
-                                at.rows::<MIN, HALVES, true, 1, 4>(codes.add(strip * 32), strip, ahead, y);
+                                at.rows::<Z, HALVES, true, 1, 4>(codes.add(strip * 32), strip, ahead, y);
                             }
                         }
                     }
@@ -141,7 +143,7 @@ impl Span<'_> {
     /// # Safety
     /// The rows and blocks are in `a`, the span's weights at `w`; `y` has `R` rows.
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn rows<const MIN: bool, const HALVES: usize, const PACKED: bool, const N: usize, const R: usize>(
+    unsafe fn rows<const Z: u8, const HALVES: usize, const PACKED: bool, const N: usize, const R: usize>(
         &self,
         w: *const u8,
         strip: usize,
@@ -149,39 +151,52 @@ impl Span<'_> {
         y: *mut f32,
     ) {
         let quad_bytes = if PACKED { 128 } else { 64 };
-        for i in 0..self.count {
-            let b = self.b0 + i;
+        let (a, m) = (self.a, self.a.m());
+        let mut q = a.q_ptr(self.first, self.b0);
+        let mut middles = a.middle_ptr(self.first, self.b0);
+        let (mut sa, mut sums) = (a.scale_ptr(self.first, self.b0), a.sum_ptr(self.first, self.b0));
+        let mut w = w;
+        for slot in &self.meta.slot[..self.count] {
             // SAFETY: the caller's promises; a meta row has 64 elements, `strip + N <= 4`.
             unsafe {
-                let w = w.add(i * HALVES * 8 * quad_bytes);
-                let t = dots::<HALVES, PACKED, N, R>(w, self.a.q_ptr(self.first, b), ahead);
-                let (sa, sums) = (self.a.scale_ptr(self.first, b), self.a.sum_ptr(self.first, b));
-                let slot = self.meta.slot[i];
+                let t = dots::<Z, HALVES, PACKED, N, R>(w, q, middles, m, ahead);
                 for n in 0..N {
                     for h in 0..2 {
                         let c = (strip + n) * 16 + h * 8;
-                        let (s, z) = (self.meta.s[slot].as_ptr().add(c), self.meta.z[slot].as_ptr().add(c));
-                        let m = self.meta.m[slot].as_ptr().add(c);
+                        let (s, z, m) = self.meta.at(*slot, c);
                         for r in 0..R {
                             let row = RowBlock { scale: *sa.add(r), sum: *sums.add(r) };
-                            fold::<MIN>(t[r][n][h], s, z, m, row, y.add(r * PANEL + c));
+                            let (t, y) = (t[r][n][h], y.add(r * PANEL + c));
+                            if Z == CODE {
+                                fold::<true, Z>(t, s, z, m, row, y);
+                            } else {
+                                fold::<false, Z>(t, s, z, m, row, y);
+                            }
                         }
                     }
                 }
             }
+            w = w.wrapping_add(HALVES * 8 * quad_bytes);
+            q = q.wrapping_add(m * HALVES * 32);
+            middles = middles.wrapping_add(m * HALVES);
+            (sa, sums) = (sa.wrapping_add(m), sums.wrapping_add(m));
         }
     }
 }
 
 /// `sum(q * a)` over one activation block: `[row][strip][low or high 8 rows]`, 8 outputs each.
+/// With the middle code as zero, `sum((q - 8) * a)`: the 16-bit sums start at `middles`, and end in
+/// +-16256 however they wrap on the way.
 ///
 /// # Safety
-/// `w` and `a` are readable for the block.
+/// `w`, `a` and `middles` (`m` from half to half) are readable for the block.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn dots<const HALVES: usize, const PACKED: bool, const N: usize, const R: usize>(
+unsafe fn dots<const Z: u8, const HALVES: usize, const PACKED: bool, const N: usize, const R: usize>(
     w: *const u8,
     a: *const i8,
+    middles: *const i32,
+    m: usize,
     ahead: usize,
 ) -> [[[__m256i; 2]; N]; R] {
     let (zero, ones, low) = (_mm256_setzero_si256(), _mm256_set1_epi16(1), _mm256_set1_epi8(15));
@@ -205,7 +220,11 @@ unsafe fn dots<const HALVES: usize, const PACKED: bool, const N: usize, const R:
                     };
                     for r in 0..R {
                         let a = quad(a.add(r * 4));
-                        if q == 0 {
+                        if q == 0 && Z == MID {
+                            let start = _mm256_set1_epi32(*middles.add(half * m + r));
+                            acc[r][n] = [start; 2];
+                        }
+                        if q == 0 && Z != MID {
                             acc[r][n] = [_mm256_maddubs_epi16(lo, a), _mm256_maddubs_epi16(hi, a)];
                         } else {
                             mac(&mut acc[r][n][0], lo, a);

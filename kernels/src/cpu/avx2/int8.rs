@@ -9,6 +9,9 @@ use crate::cpu::acts::{Acts, MR};
 use crate::cpu::linear::{SPAN, Scratch};
 use std::ops::Range;
 
+/// From this many rows on, strips of weight rows go outermost.
+const SWEEP: usize = 24;
+
 /// # Safety
 /// AVX2, FMA, F16C exist; shapes as [`crate::cpu::linear::linear_panel`] checks them.
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -16,8 +19,9 @@ pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mu
     // SAFETY: the caller's promises.
     unsafe {
         match w.zero {
-            ZeroKind::Min => spans::<true>(w, a, rows, tile, scratch),
-            _ => spans::<false>(w, a, rows, tile, scratch),
+            ZeroKind::Mid => spans::<MID>(w, a, rows, tile, scratch),
+            ZeroKind::Code => spans::<CODE>(w, a, rows, tile, scratch),
+            ZeroKind::Min => spans::<MIN>(w, a, rows, tile, scratch),
         }
     }
 }
@@ -25,7 +29,7 @@ pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mu
 /// # Safety
 /// As [`panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn spans<const MIN: bool>(
+unsafe fn spans<const Z: u8>(
     w: &IntPanel,
     a: &Acts,
     rows: Range<usize>,
@@ -38,17 +42,24 @@ unsafe fn spans<const MIN: bool>(
         let count = (a.blocks() - b0).min(SPAN / block);
         widen(w, block, b0, count, 128, &mut scratch.meta);
         let codes = w.codes[b0 * block * 64..][..count * block * 64].as_ptr();
-        for first in rows.clone().step_by(MR) {
-            let at = Span { a, first, b0, count, block, meta: &scratch.meta };
-            let ahead = if first == rows.start { AHEAD } else { 0 };
-            // SAFETY: `codes` are the span's; the block of rows is in `a` and in `tile`.
-            unsafe {
-                let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
-                match (rows.end - first).min(MR) {
-                    1 => at.rows::<MIN, 8, 1>(codes, ahead, y),
-                    2 => at.rows::<MIN, 4, 2>(codes, ahead, y),
-                    3 => at.rows::<MIN, 2, 3>(codes, ahead, y),
-                    _ => at.rows::<MIN, 2, 4>(codes, ahead, y),
+        // Few rows: one pass over the codes. Many: 16 weight rows at a time, whose 2 KiB of a span
+        // stay in the L1 cache with the activations and the outputs.
+        let strips = if rows.len() < SWEEP { 1 } else { 4 };
+        for strip in 0..strips {
+            let vectors = strip * 2..if strips == 1 { 8 } else { strip * 2 + 2 };
+            for first in rows.clone().step_by(MR) {
+                let at = Span { a, first, b0, count, block, meta: &scratch.meta };
+                let ahead = if first == rows.start { AHEAD } else { 0 };
+                // SAFETY: `codes` are the span's; the block of rows is in `a` and in `tile`.
+                unsafe {
+                    let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
+                    match (rows.end - first).min(MR) {
+                        1 if strips == 1 => at.rows::<Z, 8, 1>(codes, 0..8, ahead, y),
+                        1 => at.rows::<Z, 2, 1>(codes, vectors.clone(), ahead, y),
+                        2 => at.rows::<Z, 2, 2>(codes, vectors.clone(), ahead, y),
+                        3 => at.rows::<Z, 2, 3>(codes, vectors.clone(), ahead, y),
+                        _ => at.rows::<Z, 2, 4>(codes, vectors.clone(), ahead, y),
+                    }
                 }
             }
         }
@@ -68,32 +79,45 @@ struct Span<'a> {
 }
 
 impl Span<'_> {
-    /// `R` activation rows against the panel, `N` vectors of 8 weight rows at a time; adds to `y[R][64]`.
+    /// `R` activation rows against `vectors` of 8 weight rows, `N` at a time; adds to `y[R][64]`.
     ///
     /// # Safety
     /// The rows and blocks are in `a`, the span's codes at `w`; `y` has `R` rows.
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn rows<const MIN: bool, const N: usize, const R: usize>(&self, w: *const u8, ahead: usize, y: *mut f32) {
-        for i in 0..self.count {
-            let b = self.b0 + i;
-            let slot = self.meta.slot[i];
-            for v in (0..8).step_by(N) {
+    unsafe fn rows<const Z: u8, const N: usize, const R: usize>(
+        &self,
+        w: *const u8,
+        vectors: Range<usize>,
+        ahead: usize,
+        y: *mut f32,
+    ) {
+        let (a, m) = (self.a, self.a.m());
+        let mut q = a.q_ptr(self.first, self.b0);
+        let (mut sa, mut sums) = (a.scale_ptr(self.first, self.b0), a.sum_ptr(self.first, self.b0));
+        let mut w = w;
+        for slot in &self.meta.slot[..self.count] {
+            for v in vectors.clone().step_by(N) {
                 // SAFETY: the caller's promises; a meta row has 64 elements.
                 unsafe {
-                    let w = w.add(i * self.block * 64 + v * 32);
-                    let t = dots::<N, R>(w, self.a.q_ptr(self.first, b), self.block / 4, ahead);
-                    let (sa, sums) = (self.a.scale_ptr(self.first, b), self.a.sum_ptr(self.first, b));
+                    let t = dots::<N, R>(w.add(v * 32), q, self.block / 4, ahead);
                     for n in 0..N {
                         let c = (v + n) * 8;
-                        let (s, z) = (self.meta.s[slot].as_ptr().add(c), self.meta.z[slot].as_ptr().add(c));
-                        let m = self.meta.m[slot].as_ptr().add(c);
+                        let (s, z, m) = self.meta.at(*slot, c);
                         for r in 0..R {
                             let row = RowBlock { scale: *sa.add(r), sum: *sums.add(r) };
-                            fold::<MIN>(t[r][n], s, z, m, row, y.add(r * PANEL + c));
+                            let (t, y) = (t[r][n], y.add(r * PANEL + c));
+                            if Z == MID {
+                                fold::<false, Z>(t, s, z, m, row, y);
+                            } else {
+                                fold::<true, Z>(t, s, z, m, row, y);
+                            }
                         }
                     }
                 }
             }
+            w = w.wrapping_add(self.block * 64);
+            q = q.wrapping_add(m * self.block);
+            (sa, sums) = (sa.wrapping_add(m), sums.wrapping_add(m));
         }
     }
 }

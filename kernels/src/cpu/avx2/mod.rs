@@ -6,6 +6,9 @@
 //! Legend: `w` weights, `a` int8 activations, `x` f32 ones, `s` scales, `z` zero codes, `m` minima,
 //! `y` outputs, `b` activation block, `r` activation row.
 
+// A register tile is indexed alike where it is loaded, summed and stored.
+#![allow(clippy::needless_range_loop)]
+
 mod exact;
 mod float;
 mod int4;
@@ -41,7 +44,7 @@ const AHEAD: usize = 4096;
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 #[allow(unused_unsafe)] // The intrinsic is unsafe in older toolchains.
-fn prefetch(p: *const u8) {
+pub(super) fn prefetch(p: *const u8) {
     // SAFETY: a prefetch never faults, whatever the address.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
 }
@@ -103,7 +106,7 @@ unsafe fn load8(kind: FloatType, p: *const u8, i: usize) -> __m256 {
 ///
 /// Zeros are stored less `bias`, as 16-bit numbers in 32-bit lanes: a factor for `vpmaddwd`.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn widen(w: &IntPanel, block: usize, b0: usize, count: usize, bias: i32, meta: &mut Meta) {
+pub(super) fn widen(w: &IntPanel, block: usize, b0: usize, count: usize, bias: i32, meta: &mut Meta) {
     let mut slot = 0;
     for i in 0..count {
         let g = (b0 + i) * block / w.group;
@@ -153,7 +156,12 @@ fn zeros4(from: &[u8], bias: i32, to: &mut [i32; PANEL]) {
     }
 }
 
-/// What a block's fold needs of one activation row.
+/// Zero kinds as const generics, which cannot be a [`ZeroKind`].
+const MID: u8 = 0;
+const CODE: u8 = 1;
+const MIN: u8 = 2;
+
+/// A block's scale and sum of one activation row.
 #[derive(Clone, Copy)]
 struct RowBlock {
     scale: f32,
@@ -161,19 +169,29 @@ struct RowBlock {
 }
 
 /// `y = fma(t - z * sum, s * scale, y)` on 8 outputs, then with a minimum `y = fma(m * scale, sum, y)`.
+/// `SUB`: there is a `z` to subtract. `Z`: the zero kind.
 ///
 /// # Safety
 /// `s`, `z`, `m` and `y` point at 8 elements.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn fold<const MIN: bool>(t: __m256i, s: *const f32, z: *const i32, m: *const f32, row: RowBlock, y: *mut f32) {
+unsafe fn fold<const SUB: bool, const Z: u8>(
+    mut t: __m256i,
+    s: *const f32,
+    z: *const i32,
+    m: *const f32,
+    row: RowBlock,
+    y: *mut f32,
+) {
     // SAFETY: the caller's promise.
     unsafe {
         let (scale, sum) = (_mm256_set1_ps(row.scale), _mm256_set1_epi32(row.sum));
-        // Zeros are 16-bit with an upper half of 0 and |sum| < 2^15: the product is exact.
-        let t = _mm256_sub_epi32(t, _mm256_madd_epi16(_mm256_loadu_si256(z.cast()), sum));
+        if SUB {
+            // Zeros are 16-bit with an upper half of 0 and |sum| < 2^15: the product is exact.
+            t = _mm256_sub_epi32(t, _mm256_madd_epi16(_mm256_loadu_si256(z.cast()), sum));
+        }
         let mut out = _mm256_fmadd_ps(_mm256_cvtepi32_ps(t), _mm256_mul_ps(load(s), scale), load(y));
-        if MIN {
+        if Z == MIN {
             out = _mm256_fmadd_ps(_mm256_mul_ps(load(m), scale), _mm256_cvtepi32_ps(sum), out);
         }
         _mm256_storeu_ps(y, out);

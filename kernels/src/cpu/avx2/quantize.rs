@@ -1,12 +1,12 @@
 //! One block of 32 or 64 floats to int8.
 
-use crate::cpu::acts::TINY;
+use crate::cpu::acts::{Quantum, TINY};
 use std::arch::x86_64::*;
 
 /// # Safety
 /// AVX2 exists; `x` is 32 or 64 long; `to` is writable for its quads, `step` bytes apart.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(crate) unsafe fn block(x: &[f32], to: *mut i8, step: usize) -> (f32, i32) {
+pub(crate) unsafe fn block(x: &[f32], to: *mut i8, step: usize) -> Quantum {
     let amax = largest(x);
     let (scale, inv) = match amax {
         a if !a.is_finite() => (f32::NAN, 0.0),
@@ -17,7 +17,7 @@ pub(crate) unsafe fn block(x: &[f32], to: *mut i8, step: usize) -> (f32, i32) {
     let keep = _mm256_castsi256_ps(_mm256_set1_epi32(if inv == 0.0 { 0 } else { -1 }));
     let inv = _mm256_set1_ps(inv);
     let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    let mut sum = _mm256_setzero_si256();
+    let mut sums = [0i32; 2];
     for (i, x) in x.chunks_exact(32).enumerate() {
         // SAFETY: `x` has 32 elements, `j < 4`.
         let int = |j: usize| unsafe { _mm256_and_ps(_mm256_loadu_ps(x.as_ptr().add(j * 8)), keep) };
@@ -25,8 +25,7 @@ pub(crate) unsafe fn block(x: &[f32], to: *mut i8, step: usize) -> (f32, i32) {
         let low = _mm256_packs_epi32(int(0), int(1));
         let high = _mm256_packs_epi32(int(2), int(3));
         let quads = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-        let pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), quads);
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        sums[i] = pair_sums(quads);
         // SAFETY: the caller's promise for `to`; the array has the vector's size.
         unsafe {
             if step == 4 {
@@ -40,9 +39,22 @@ pub(crate) unsafe fn block(x: &[f32], to: *mut i8, step: usize) -> (f32, i32) {
             }
         }
     }
-    let sum = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256::<1>(sum));
-    let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0x4e>(sum));
-    (scale, _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32::<0xb1>(sum))))
+    let halves = sums.map(|s| [s as i16 as i32, s >> 16]);
+    Quantum {
+        scale,
+        sum: halves.as_flattened().iter().sum(),
+        middles: halves.map(|[low, high]| (-8 * low) & 0xffff | (-8 * high) << 16),
+    }
+}
+
+/// Sums of 8 quads: their first two values in the low 16 bits, the other two in the high ones.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn pair_sums(quads: __m256i) -> i32 {
+    let pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), quads);
+    let pairs = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256::<1>(pairs));
+    let pairs = _mm_add_epi16(pairs, _mm_shuffle_epi32::<0x4e>(pairs));
+    _mm_cvtsi128_si32(_mm_add_epi16(pairs, _mm_shuffle_epi32::<0xb1>(pairs)))
 }
 
 /// Largest magnitude. As integers, magnitudes order like the floats they are, with infinities and

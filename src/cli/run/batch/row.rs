@@ -7,8 +7,22 @@ use crate::text::{Message, TextModel};
 
 /// Fields of a row; a misspelt one must not pass unnoticed.
 const FIELDS: [&str; 16] = [
-    "id", "prompt", "messages", "tools", "template_args", "max_tokens", "stop", "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "metadata",
+    "id",
+    "prompt",
+    "messages",
+    "tools",
+    "template_args",
+    "max_tokens",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "metadata",
 ];
 
 /// A row that has a prompt or messages.
@@ -31,7 +45,10 @@ pub(super) fn parse(line: &[u8], number: usize) -> (Key, Result<Row, String>) {
     }
     if let Some(unknown) = fields.keys().find(|field| !FIELDS.contains(&field.as_str())) {
         let known = FIELDS.join(", ");
-        return (key, Err(format!("unknown field `{unknown}`, expected some of {known}; `metadata` may hold anything")));
+        return (
+            key,
+            Err(format!("unknown field `{unknown}`, expected some of {known}; `metadata` may hold anything")),
+        );
     }
     match (fields.contains_key("prompt"), fields.contains_key("messages")) {
         (true, false) | (false, true) => (key, Ok(Row(fields))),
@@ -72,7 +89,8 @@ impl Row {
             Some(Value::String(stop)) => settings.stops = vec![stop.clone()],
             Some(stops) => {
                 let texts = serde_json::from_value(stops.clone());
-                settings.stops = texts.map_err(|_| format!("`stop` is {stops}, expected a string or a list of strings"))?;
+                settings.stops =
+                    texts.map_err(|_| format!("`stop` is {stops}, expected a string or a list of strings"))?;
             }
         }
         match self.0.get("template_args") {

@@ -1,0 +1,436 @@
+//! The inner loops of attention: scores, softmax and weighted values of one tile of query vectors against one block.
+//!
+//! What one vector goes through is the same in every tile: scores are one fma chain over `d`; the running sum keeps
+//! eight lanes until the split ends; weighted values are one fma chain over tokens in ascending order.
+
+// Loops over registers: indices are what must be unrolled.
+#![allow(clippy::needless_range_loop)]
+
+use std::ops::Range;
+
+use super::super::kv::BLOCK;
+#[cfg(target_arch = "x86_64")]
+use super::super::lanes::Avx2;
+use super::super::lanes::{Lanes, Portable, exp2, greatest};
+
+/// Storage of elements in a block.
+pub(super) trait Element {
+    type Raw;
+    const CONVERTED: bool;
+    /// # Safety
+    /// The CPU can run `V`; `p` is valid for reading 8 elements.
+    unsafe fn load<V: Lanes>(p: *const Self::Raw) -> V;
+}
+
+/// binary16.
+pub(super) struct Half;
+/// binary32.
+pub(super) struct Single;
+
+impl Element for Half {
+    type Raw = u16;
+    const CONVERTED: bool = true;
+    #[inline(always)]
+    unsafe fn load<V: Lanes>(p: *const u16) -> V {
+        // SAFETY: the caller's promise.
+        unsafe { V::load_f16(p) }
+    }
+}
+
+impl Element for Single {
+    type Raw = f32;
+    const CONVERTED: bool = false;
+    #[inline(always)]
+    unsafe fn load<V: Lanes>(p: *const f32) -> V {
+        // SAFETY: the caller's promise.
+        unsafe { V::load(p) }
+    }
+}
+
+/// The inner loops, compiled for one instruction set. They are the unit of code generation: what calls them is ordinary
+/// code, so that a dozen tile shapes do not end up in one function. Each is the free function of the same name.
+pub(super) trait Loops: Lanes {
+    /// # Safety
+    /// As the free function; so for all.
+    unsafe fn scores<E: Element, const N: usize, const AHEAD: bool>(
+        q: *const f32,
+        k: *const E::Raw,
+        next: *const u8,
+        full: bool,
+        t: Tile,
+    );
+    /// # Safety
+    /// See `scores`.
+    unsafe fn values<E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
+        tokens: Range<usize>,
+        at: *const E::Raw,
+        next: *const u8,
+        t: Tile,
+    );
+    /// # Safety
+    /// See `scores`.
+    unsafe fn weigh_some(sees: Range<usize>, t: Tile);
+    /// # Safety
+    /// See `scores`.
+    unsafe fn rise(top: Self, t: Tile) -> Self;
+    /// # Safety
+    /// See `scores`.
+    unsafe fn widen<E: Element>(from: *const E::Raw, next: *const E::Raw, to: *mut f32, n: usize);
+    /// # Safety
+    /// See `scores`.
+    unsafe fn fold(m: &mut f32, l: &mut f32, o: &mut [f32], next: (f32, f32, &[f32]));
+    /// # Safety
+    /// See `scores`.
+    unsafe fn normalize(l: f32, o: &mut [f32]);
+}
+
+macro_rules! loops {
+    ($lanes:ty $(, $feature:meta)?) => {
+        impl Loops for $lanes {
+            $(#[$feature])?
+            unsafe fn scores<E: Element, const N: usize, const AHEAD: bool>(
+                q: *const f32,
+                k: *const E::Raw,
+                next: *const u8,
+                full: bool,
+                t: Tile,
+            ) {
+                // SAFETY: the caller's promise; so for all.
+                unsafe { scores::<Self, E, N, AHEAD>(q, k, next, full, t) }
+            }
+            $(#[$feature])?
+            unsafe fn values<E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
+                tokens: Range<usize>,
+                at: *const E::Raw,
+                next: *const u8,
+                t: Tile,
+            ) {
+                // SAFETY: see `scores`.
+                unsafe { values::<Self, E, N, STRIP, AHEAD>(tokens, at, next, t) }
+            }
+            $(#[$feature])?
+            unsafe fn weigh_some(sees: Range<usize>, t: Tile) {
+                // SAFETY: see `scores`.
+                unsafe { weigh_some::<Self>(sees, t) }
+            }
+            $(#[$feature])?
+            #[inline(never)]
+            unsafe fn rise(top: Self, t: Tile) -> Self {
+                // SAFETY: see `scores`.
+                unsafe { rise::<Self>(top, t) }
+            }
+            $(#[$feature])?
+            unsafe fn widen<E: Element>(from: *const E::Raw, next: *const E::Raw, to: *mut f32, n: usize) {
+                // SAFETY: see `scores`.
+                unsafe { widen::<Self, E>(from, next, to, n) }
+            }
+            $(#[$feature])?
+            unsafe fn fold(m: &mut f32, l: &mut f32, o: &mut [f32], next: (f32, f32, &[f32])) {
+                // SAFETY: see `scores`.
+                unsafe { fold::<Self>(m, l, o, next) }
+            }
+            $(#[$feature])?
+            unsafe fn normalize(l: f32, o: &mut [f32]) {
+                // SAFETY: see `scores`.
+                unsafe { normalize::<Self>(l, o) }
+            }
+        }
+    };
+}
+
+loops!(Portable);
+#[cfg(target_arch = "x86_64")]
+loops!(Avx2, target_feature(enable = "avx2,fma,f16c"));
+
+/// Softmax state of some vectors.
+#[derive(Clone, Copy)]
+pub(super) struct Tile {
+    /// Scores, then weights of one block, `[vectors][BLOCK]`.
+    pub w: *mut f32,
+    /// Running maximum, `[vectors]`.
+    pub m: *mut f32,
+    /// Running sum in lanes, `[vectors][8]`.
+    pub l: *mut f32,
+    /// Running weighted values, `[vectors][d]`.
+    pub o: *mut f32,
+    pub d: usize,
+}
+
+impl Tile {
+    /// # Safety
+    /// There is a vector `v`.
+    #[inline(always)]
+    pub unsafe fn vector(self, v: usize) -> Tile {
+        // SAFETY: the caller's promise.
+        unsafe {
+            Tile {
+                w: self.w.add(v * BLOCK),
+                m: self.m.add(v),
+                l: self.l.add(v * 8),
+                o: self.o.add(v * self.d),
+                d: self.d,
+            }
+        }
+    }
+}
+
+/// `sum over i of q[i][v] * k[i][t]` for all tokens of the block: tokens are lanes and do not mix. If the rows see the
+/// block in full, the scores go through the softmax in registers and weights are left in `w`; if not, scores are.
+///
+/// # Safety
+/// The CPU can run `V`; `q` is `[d][N]`, `k` `[d][BLOCK]`, `t` holds `N` vectors.
+#[inline(always)]
+unsafe fn scores<V: Loops, E: Element, const N: usize, const AHEAD: bool>(
+    q: *const f32,
+    k: *const E::Raw,
+    next: *const u8,
+    full: bool,
+    t: Tile,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut acc = [[V::splat(0.0); 2]; N];
+        for i in (0..t.d).step_by(UNROLL) {
+            for i in i..i + UNROLL {
+                if AHEAD && (i * BLOCK * size_of::<E::Raw>()).is_multiple_of(64) {
+                    V::prefetch(next.wrapping_add(i * BLOCK * size_of::<E::Raw>()));
+                }
+                let (k0, k1) = (E::load::<V>(k.add(i * BLOCK)), E::load::<V>(k.add(i * BLOCK + 8)));
+                for v in 0..N {
+                    let x = V::splat(*q.add(i * N + v));
+                    acc[v][0] = x.fma(k0, acc[v][0]);
+                    acc[v][1] = x.fma(k1, acc[v][1]);
+                }
+            }
+        }
+        for v in 0..N {
+            let t = t.vector(v);
+            if full {
+                let (e0, e1) = weigh(acc[v][0], acc[v][1], t);
+                V::load(t.l).add(e0.add(e1)).store(t.l);
+                acc[v] = [e0, e1];
+            }
+            acc[v][0].store(t.w);
+            acc[v][1].store(t.w.add(8));
+        }
+    }
+}
+
+/// Columns per round of the loop over `d`, a divisor of 8.
+const UNROLL: usize = 4;
+
+/// Weights of 16 scores under the running maximum, which they may raise.
+///
+/// # Safety
+/// The CPU can run `V`; `t` holds a vector.
+#[inline(always)]
+unsafe fn weigh<V: Loops>(x0: V, x1: V, t: Tile) -> (V, V) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let top = x0.max(x1);
+        let mut m = V::splat(*t.m);
+        if top.any_gt(m.add(V::splat(SLACK))) {
+            m = V::rise(top, t);
+        }
+        (exp2(x0.sub(m)), exp2(x1.sub(m)))
+    }
+}
+
+/// How far, in powers of two, scores may pass the running maximum before it is raised. Weights grow to 2^8 at most,
+/// which f32 does not mind, and all but the first block of a split are usually spared the rescaling.
+const SLACK: f32 = 8.0;
+
+/// Raises the running maximum to the greatest lane of `top` and scales what was summed under the old one.
+///
+/// # Safety
+/// As [`weigh`].
+#[inline(always)]
+unsafe fn rise<V: Loops>(top: V, t: Tile) -> V {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let m = greatest(top);
+        // Before the first score everything is 0.
+        if *t.m > f32::NEG_INFINITY {
+            let c = exp2(V::splat(*t.m - m));
+            V::load(t.l).mul(c).store(t.l);
+            for i in (0..t.d).step_by(8) {
+                V::load(t.o.add(i)).mul(c).store(t.o.add(i));
+            }
+        }
+        *t.m = m;
+        V::splat(m)
+    }
+}
+
+/// Softmax of one vector over the tokens that it sees: scores in `w` become weights, exactly 0 for the others.
+///
+/// # Safety
+/// As [`weigh`]; `sees` is within the block.
+#[inline(always)]
+unsafe fn weigh_some<V: Loops>(sees: Range<usize>, t: Tile) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (none, zero) = (V::splat(f32::NEG_INFINITY), V::splat(0.0));
+        let (x0, x1) = (keep(V::load(t.w), none, &sees, 0), keep(V::load(t.w.add(8)), none, &sees, 8));
+        let (e0, e1) = weigh(x0, x1, t);
+        let (e0, e1) = (keep(e0, zero, &sees, 0), keep(e1, zero, &sees, 8));
+        V::load(t.l).add(e0.add(e1)).store(t.l);
+        e0.store(t.w);
+        e1.store(t.w.add(8));
+    }
+}
+
+/// `x` where the token `first + lane` is among `sees`, `other` elsewhere.
+///
+/// # Safety
+/// The CPU can run `V`; `sees` is within the block, `first + 8` at most BLOCK.
+#[inline(always)]
+unsafe fn keep<V: Lanes>(x: V, other: V, sees: &Range<usize>, first: usize) -> V {
+    // SAFETY: the loads start at 0..=16 plus `first` of 32 elements.
+    unsafe {
+        let from = V::load(FROM.as_ptr().add(BLOCK - sees.start + first));
+        let until = V::load(UNTIL.as_ptr().add(BLOCK - sees.end + first));
+        until.select(from.select(x, other), other)
+    }
+}
+
+/// `FROM[BLOCK - a + t]` is negative where `t >= a`.
+static FROM: [f32; 2 * BLOCK] = halves(1.0, -1.0);
+/// `UNTIL[BLOCK - b + t]` is negative where `t < b`.
+static UNTIL: [f32; 2 * BLOCK] = halves(-1.0, 1.0);
+
+const fn halves(low: f32, high: f32) -> [f32; 2 * BLOCK] {
+    let mut a = [low; 2 * BLOCK];
+    let mut i = BLOCK;
+    while i < 2 * BLOCK {
+        a[i] = high;
+        i += 1;
+    }
+    a
+}
+
+/// `o[v] += w[v][t] * values[t]`, `t` ascending.
+///
+/// # Safety
+/// The CPU can run `V`; `t` holds `N` vectors, `at` is `[BLOCK][d]`; tokens are below BLOCK.
+#[inline(always)]
+unsafe fn values<V: Lanes, E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
+    tokens: Range<usize>,
+    at: *const E::Raw,
+    next: *const u8,
+    t: Tile,
+) {
+    if tokens.is_empty() {
+        return;
+    }
+    let mut i = 0;
+    // SAFETY: the caller's promise; strips end at or before d, a multiple of 8.
+    unsafe {
+        // Known bounds let the compiler unroll the loop over tokens.
+        while tokens == (0..BLOCK) && i + 8 * STRIP <= t.d {
+            strip::<V, E, N, STRIP, AHEAD>(0..BLOCK, at, next, i, t);
+            i += 8 * STRIP;
+        }
+        while i + 8 * STRIP <= t.d {
+            strip::<V, E, N, STRIP, AHEAD>(tokens.clone(), at, next, i, t);
+            i += 8 * STRIP;
+        }
+        while i < t.d {
+            strip::<V, E, N, 1, AHEAD>(tokens.clone(), at, next, i, t);
+            i += 8;
+        }
+    }
+}
+
+/// Columns `i..i + 8 * STRIP` of [`values`].
+///
+/// # Safety
+/// As [`values`].
+#[inline(always)]
+unsafe fn strip<V: Lanes, E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
+    tokens: Range<usize>,
+    at: *const E::Raw,
+    next: *const u8,
+    i: usize,
+    tile: Tile,
+) {
+    let Tile { w, o, d, .. } = tile;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut acc = [[V::splat(0.0); STRIP]; N];
+        for v in 0..N {
+            for c in 0..STRIP {
+                acc[v][c] = V::load(o.add(v * d + i + 8 * c));
+            }
+        }
+        for t in tokens {
+            let row = t * d + i;
+            if AHEAD {
+                for line in 0..(8 * STRIP * size_of::<E::Raw>()).div_ceil(64) {
+                    V::prefetch(next.wrapping_add(row * size_of::<E::Raw>() + 64 * line));
+                }
+            }
+            let mut x = [V::splat(0.0); STRIP];
+            for c in 0..STRIP {
+                x[c] = E::load::<V>(at.add(row + 8 * c));
+            }
+            for v in 0..N {
+                let weight = V::splat(*w.add(v * BLOCK + t));
+                for c in 0..STRIP {
+                    acc[v][c] = weight.fma(x[c], acc[v][c]);
+                }
+            }
+        }
+        for v in 0..N {
+            for c in 0..STRIP {
+                acc[v][c].store(o.add(v * d + i + 8 * c));
+            }
+        }
+    }
+}
+
+/// `to = from` as f32, `n` elements, a multiple of 8.
+///
+/// # Safety
+/// The CPU can run `V`; both are valid for `n` elements.
+#[inline(always)]
+unsafe fn widen<V: Lanes, E: Element>(from: *const E::Raw, next: *const E::Raw, to: *mut f32, n: usize) {
+    for i in (0..n).step_by(8) {
+        V::prefetch(next.wrapping_add(i).cast());
+        // SAFETY: the caller's promise.
+        unsafe { E::load::<V>(from.add(i)).store(to.add(i)) };
+    }
+}
+
+/// Folds the next split's `(m, l, o)` into the running one. Always left to right: not associative in f32.
+///
+/// # Safety
+/// The CPU can run `V`. Both `o` have the same length, a multiple of 8.
+#[inline(always)]
+unsafe fn fold<V: Lanes>(m: &mut f32, l: &mut f32, o: &mut [f32], next: (f32, f32, &[f32])) {
+    assert!(o.len() == next.2.len() && o.len().is_multiple_of(8));
+    let top = if next.0 > *m { next.0 } else { *m };
+    // SAFETY: the caller's promise; the lengths were checked.
+    unsafe {
+        let (a, b) = (exp2(V::splat(*m - top)), exp2(V::splat(next.0 - top)));
+        for i in (0..o.len()).step_by(8) {
+            let scaled = b.mul(V::load(next.2.as_ptr().add(i)));
+            a.fma(V::load(o.as_ptr().add(i)), scaled).store(o.as_mut_ptr().add(i));
+        }
+        *l = a.fma(V::splat(*l), b.mul(V::splat(next.1))).to_array()[0];
+    }
+    *m = top;
+}
+
+/// `o /= l`.
+///
+/// # Safety
+/// The CPU can run `V`. The length is a multiple of 8.
+#[inline(always)]
+unsafe fn normalize<V: Lanes>(l: f32, o: &mut [f32]) {
+    assert!(o.len().is_multiple_of(8));
+    for i in (0..o.len()).step_by(8) {
+        // SAFETY: the caller's promise; i + 8 <= length.
+        unsafe { V::load(o.as_ptr().add(i)).div(V::splat(l)).store(o.as_mut_ptr().add(i)) };
+    }
+}
