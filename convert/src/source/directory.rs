@@ -24,6 +24,10 @@ pub(super) fn open(dir: &Path) -> Result<Source, ConvertError> {
         names.push(entry.file_name().to_string_lossy().into_owned());
     }
     names.sort();
+    if names.iter().any(|n| n == "qmodel.pt") {
+        let next = "convert the float checkpoint with --quant int4 instead";
+        return Err(source_error(dir, "an HQQ checkpoint (qmodel.pt, a PyTorch pickle), which is not imported", next));
+    }
     let ending = |end: &str| names.iter().filter(|n| n.ends_with(end)).cloned().collect::<Vec<_>>();
     let main = ["model.safetensors.index.json", "model.safetensors"].into_iter().find(|m| names.iter().any(|n| n == m));
     let indices = ending(".safetensors.index.json");

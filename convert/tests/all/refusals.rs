@@ -142,6 +142,9 @@ fn sources_that_are_no_checkpoint_are_explained() {
     scratch.fails("no .safetensors and no .gguf");
     fs::write(dir.join("pytorch_model.bin"), b"PK\x03\x04").unwrap();
     scratch.fails("pickle");
+    fs::write(dir.join("qmodel.pt"), b"PK\x03\x04").unwrap();
+    scratch.fails("HQQ");
+    fs::remove_file(dir.join("qmodel.pt")).unwrap();
     let text = |path: &str| scratch.convert_from(path.as_ref(), &Options::default()).err().unwrap().to_string();
     assert!(text(&dir.join("pytorch_model.bin").to_string_lossy()).contains("safe_serialization"));
     assert!(text("HuggingFaceTB/SmolLM2-135M").contains("hf download HuggingFaceTB/SmolLM2-135M"));

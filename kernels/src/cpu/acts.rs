@@ -215,7 +215,8 @@ impl Acts {
         (b * self.m * block + first * block + row % MR * 4, mb * 4)
     }
 
-    /// One int8 value. For tests.
+    /// One int8 value.
+    #[inline]
     pub fn int8(&self, row: usize, col: usize) -> i8 {
         assert!(row < self.m && col < self.blocks() * self.block());
         let (to, step) = self.quads(row, col / self.block());
@@ -224,7 +225,8 @@ impl Acts {
         unsafe { *self.q.ptr().add(to + in_block / 4 * step + in_block % 4) }
     }
 
-    /// Scale and sum of one int8 block. For tests.
+    /// Scale and sum of one int8 block.
+    #[inline]
     pub fn scale_and_sum(&self, row: usize, b: usize) -> (f32, i32) {
         assert!(row < self.m && b < self.blocks());
         let i = b * self.m + row;

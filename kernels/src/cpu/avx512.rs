@@ -98,11 +98,8 @@ impl Block<'_> {
         }
         for v in 0..4 {
             // Rows of the vector's two halves.
-            let (low, high) = if BITS == 4 {
-                (v / 2 * 32 + v % 2 * 8, v / 2 * 32 + v % 2 * 8 + 16)
-            } else {
-                (v * 16, v * 16 + 8)
-            };
+            let (low, high) =
+                if BITS == 4 { (v / 2 * 32 + v % 2 * 8, v / 2 * 32 + v % 2 * 8 + 16) } else { (v * 16, v * 16 + 8) };
             let (s, z, m) = meta.at(self.slot, 0);
             // SAFETY: `low` and `high` are at most 56; the rows are in `a`; `y` by the caller's promise.
             unsafe {

@@ -7,6 +7,7 @@
 use super::acts::{Acts, MR, Mode};
 use super::buf::Buf;
 use super::isa::Isa;
+use quern_models::p64::Shape;
 use quern_models::{FloatType, PANEL, Scheme, TensorView, ZeroKind};
 use std::ops::Range;
 
@@ -32,7 +33,10 @@ pub fn linear_panel(
     assert!(panel < w.panels(), "panel {panel} of {}", w.panels());
     assert_eq!(acts.k(), w.k, "columns of the activations, columns of the weight");
     assert!(rows.start <= rows.end && rows.end <= acts.m(), "rows {rows:?} of {}", acts.m());
-    assert!(rows.start % MR == 0 && (rows.end % MR == 0 || rows.end == acts.m()), "rows {rows:?} cut a block");
+    assert!(
+        rows.start.is_multiple_of(MR) && (rows.end.is_multiple_of(MR) || rows.end == acts.m()),
+        "rows {rows:?} cut a block"
+    );
     assert_eq!(tile.len(), rows.len() * PANEL);
     match w.scheme {
         Scheme::Float(kind) => {
@@ -50,7 +54,11 @@ pub fn linear_panel(
                 }
                 Mode::Int8 => {
                     let block = acts.block();
-                    assert!(block > 0 && panel.group % block == 0, "activation block {block}, group {}", panel.group);
+                    assert!(
+                        block > 0 && panel.group.is_multiple_of(block),
+                        "activation block {block}, group {}",
+                        panel.group
+                    );
                     if bits == 4 { isa.int4_int8 } else { isa.int8_int8 }
                 }
             };
@@ -69,6 +77,8 @@ pub(crate) struct IntPanel<'a> {
     pub group: usize,
     pub zero: ZeroKind,
     pub scale: FloatType,
+    /// Address arithmetic of a tensor that is this panel alone.
+    shape: Shape,
     /// `[groups * group / 4]` quads of 128 bytes (int4) or 256 (int8).
     pub codes: &'a [u8],
     /// `[groups][64]` of type `scale`.
@@ -82,7 +92,7 @@ impl<'a> IntPanel<'a> {
     fn new(w: &TensorView<'a>, p: usize) -> Self {
         let Scheme::Int { bits, group, zero, scale } = w.scheme else { unreachable!("the caller matched Int") };
         let group = group as usize;
-        assert!((bits == 4 || bits == 8) && group > 0 && group % 32 == 0, "no kernel for {}", w.scheme);
+        assert!((bits == 4 || bits == 8) && group > 0 && group.is_multiple_of(32), "no kernel for {}", w.scheme);
         let groups = w.k.div_ceil(group);
         let cut = |plane: &'a [u8], each: usize| &plane[p * each..(p + 1) * each];
         let scales = groups * PANEL * scale.size();
@@ -97,6 +107,7 @@ impl<'a> IntPanel<'a> {
             group,
             zero,
             scale,
+            shape: Shape::new(PANEL, w.k, bits, group),
             codes: cut(w.codes, groups * group * PANEL * bits as usize / 8),
             scales: cut(w.scales, scales),
             zeros: cut(w.zeros, zeros),
@@ -110,8 +121,7 @@ impl<'a> IntPanel<'a> {
 
     /// Code of (row of the panel, column).
     pub fn code_at(&self, r: usize, k: usize) -> i32 {
-        let (byte, shift) = self.shape().code_at(r, k);
-        (self.codes[byte] >> shift) as i32 & self.mask()
+        self.shape.code(self.codes, r, k) as i32
     }
 
     /// The code that means zero; 0 where a minimum is stored instead.
@@ -119,25 +129,13 @@ impl<'a> IntPanel<'a> {
         match self.zero {
             ZeroKind::Mid => 1 << (self.bits - 1),
             ZeroKind::Min => 0,
-            ZeroKind::Code => {
-                let (byte, shift) = self.shape().zero_at(r, g);
-                (self.zeros[byte] >> shift) as i32 & self.mask()
-            }
+            ZeroKind::Code => self.shape.zero(self.zeros, r, g) as i32,
         }
     }
 
     /// Stored minimum, or 0.
     pub fn min_at(&self, r: usize, g: usize) -> f32 {
         if self.zero == ZeroKind::Min { self.scale.read(self.zeros, g * PANEL + r) } else { 0.0 }
-    }
-
-    /// Address arithmetic of a tensor that is this panel alone.
-    fn shape(&self) -> quern_models::p64::Shape {
-        quern_models::p64::Shape::new(PANEL, self.k, self.bits, self.group)
-    }
-
-    fn mask(&self) -> i32 {
-        (1 << self.bits) - 1
     }
 }
 

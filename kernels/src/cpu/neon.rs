@@ -145,12 +145,7 @@ unsafe fn weights<const BITS: usize>(w: *const u8, strip: usize) -> [int8x16_t; 
     // SAFETY: the caller's promise: a strip is 32 of the quad's 128 bytes.
     let (a, b) = unsafe { (vld1q_u8(w.add(strip * 32)), vld1q_u8(w.add(strip * 32 + 16))) };
     let low = vdupq_n_u8(15);
-    [
-        signed(vandq_u8(a, low)),
-        signed(vandq_u8(b, low)),
-        signed(vshrq_n_u8::<4>(a)),
-        signed(vshrq_n_u8::<4>(b)),
-    ]
+    [signed(vandq_u8(a, low)), signed(vandq_u8(b, low)), signed(vshrq_n_u8::<4>(a)), signed(vshrq_n_u8::<4>(b))]
 }
 
 /// `acc[lane] += dot(w[4 lane ..], a[4 lane ..])`.
@@ -225,7 +220,7 @@ unsafe fn load4(kind: FloatType, p: *const u8, i: usize) -> float32x4_t {
             FloatType::BF16 => {
                 let half = vmovl_u16(vld1_u16(p.cast::<u16>().add(i)));
                 vreinterpretq_f32_u32(vshlq_n_u32::<16>(half))
-            },
+            }
         }
     }
 }

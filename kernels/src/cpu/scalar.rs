@@ -50,21 +50,21 @@ pub(crate) unsafe fn quantize(x: &[f32], to: *mut i8, step: usize) -> Quantum {
 unsafe fn int_int8(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], _: &mut Scratch) {
     tile.fill(0.0);
     let block = a.block();
-    let mut codes = [0i32; 64];
+    let mut codes = [[0i32; 64]; PANEL];
     for b in 0..a.blocks() {
         let g = b * block / w.group;
-        for r in 0..PANEL {
-            let (s, z, m) = (w.scale_at(r, g), w.zero_at(r, g), w.min_at(r, g));
-            for (k, code) in codes[..block].iter_mut().enumerate() {
-                *code = w.code_at(r, b * block + k);
-            }
-            for (i, row) in rows.clone().enumerate() {
-                let dot: i32 = (0..block).map(|k| codes[k] * a.int8(row, b * block + k) as i32).sum();
-                let (sa, sum) = a.scale_and_sum(row, b);
-                let y = &mut tile[i * PANEL + r];
-                *y = ((dot - z * sum) as f32).mul_add(s * sa, *y);
+        for (r, codes) in codes.iter_mut().enumerate() {
+            (0..block).for_each(|k| codes[k] = w.code_at(r, b * block + k));
+        }
+        for (row, tile) in rows.clone().zip(tile.chunks_exact_mut(PANEL)) {
+            let mut q = [0i32; 64];
+            (0..block).for_each(|k| q[k] = a.int8(row, b * block + k) as i32);
+            let (sa, sum) = a.scale_and_sum(row, b);
+            for (r, y) in tile.iter_mut().enumerate() {
+                let dot: i32 = codes[r].iter().zip(&q).map(|(code, q)| code * q).sum();
+                *y = ((dot - w.zero_at(r, g) * sum) as f32).mul_add(w.scale_at(r, g) * sa, *y);
                 if w.zero == ZeroKind::Min {
-                    *y = (m * sa).mul_add(sum as f32, *y);
+                    *y = (w.min_at(r, g) * sa).mul_add(sum as f32, *y);
                 }
             }
         }

@@ -27,7 +27,13 @@ pub fn quantize(x: &[f32], block: usize) -> Quantized {
             _ => 0,
         };
         out.q.extend((0..block).map(q));
-        out.scales.push(if !finite { f32::NAN } else if zero { 0.0 } else { amax / 127.0 });
+        out.scales.push(if !finite {
+            f32::NAN
+        } else if zero {
+            0.0
+        } else {
+            amax / 127.0
+        });
         out.sums.push((0..block).map(|i| q(i) as i32).sum());
     }
     out
@@ -43,8 +49,7 @@ pub fn int8(w: &TensorView, x: &Quantized, block: usize) -> Vec<f32> {
         let mut y = 0f32;
         for (b, (sa, sum)) in x.scales.iter().zip(&x.sums).enumerate() {
             let g = b * block / group as usize;
-            let dot: i32 =
-                (b * block..(b + 1) * block).map(|k| shape.code(w.codes, n, k) as i32 * x.q[k] as i32).sum();
+            let dot: i32 = (b * block..(b + 1) * block).map(|k| shape.code(w.codes, n, k) as i32 * x.q[k] as i32).sum();
             let z = match zero {
                 ZeroKind::Mid => 1 << (bits - 1),
                 ZeroKind::Code => shape.zero(w.zeros, n, g) as i32,

@@ -1,4 +1,5 @@
 //! Float weights, f32 activations: vectors run along the columns, a lane is a partial sum `k % 8`.
+//! Nothing is prefetched: row streams are what hardware prefetchers know, and asking made it slower.
 
 use super::*;
 use crate::cpu::acts::Acts;
@@ -126,10 +127,6 @@ unsafe fn dots<const T: u8, const N: usize, const R: usize>(w: *const u8, k: usi
         for i in (0..whole).step_by(8) {
             let xs: [__m256; R] = std::array::from_fn(|r| load(x[r].add(i)));
             for n in 0..N {
-                if N == 8 && (i * size).is_multiple_of(64) {
-                    // The same columns of the rows that come next.
-                    prefetch(w.wrapping_add(((N + n) * k + i) * size));
-                }
                 let w = load8(kind(T), w.add(n * k * size), i);
                 for r in 0..R {
                     acc[n][r] = _mm256_fmadd_ps(w, xs[r], acc[n][r]);

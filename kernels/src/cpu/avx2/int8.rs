@@ -29,13 +29,7 @@ pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mu
 /// # Safety
 /// As [`panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn spans<const Z: u8>(
-    w: &IntPanel,
-    a: &Acts,
-    rows: Range<usize>,
-    tile: &mut [f32],
-    scratch: &mut Scratch,
-) {
+unsafe fn spans<const Z: u8>(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
     let block = a.block();
     tile.fill(0.0);
     for b0 in (0..a.blocks()).step_by(SPAN / block) {

@@ -1,0 +1,68 @@
+//! `quern eval`: a file that other programs can compare with.
+
+use std::fs;
+
+use super::converted;
+use crate::support::{
+    fixture,
+    golden::{Golden, distance},
+    program::{arg, quern},
+};
+
+#[test]
+fn the_written_logits_are_the_golden_ones() {
+    for name in ["models/llama", "models/llama-awq-w4-g64-gemm", "gguf/llama-q4_0"] {
+        let dir = fixture(name);
+        let golden = Golden::read(&dir);
+        let source = if dir.join("model.gguf").exists() { format!("{name}/model.gguf") } else { name.to_string() };
+        let (scratch, file) = converted(&source);
+        let ids = golden.ids("input_ids").iter().map(u32::to_string).collect::<Vec<_>>();
+        let list = scratch.write("ids.txt", ids.join(" ") + "\n");
+        let out = scratch.at("logits.safetensors");
+        let exact = ["--activations", "f32", "--kv", "f32"];
+        for ids in [format!("@{}", arg(&list)), ids.join(",")] {
+            let args = ["eval", arg(&file), "--ids", &ids, "--logits", arg(&out)];
+            quern(&[&args[..], &exact].concat()).ok().prints(&["logits [56, 320]", "f32"]);
+            let written = Golden::of(&fs::read(&out).unwrap());
+            let (ours, theirs) = (written.floats("logits"), golden.floats("logits"));
+            assert_eq!(ours.cols, theirs.cols);
+            let apart = distance(&ours.data, &theirs.data);
+            assert!(apart <= golden.exact_bound(theirs.range()), "{name}: {apart}");
+        }
+        // Default mode says so, and differs.
+        quern(&["eval", arg(&file), "--ids", &ids.join(","), "--logits", arg(&out), "--threads", "1"])
+            .ok()
+            .prints(&["int8 activations, f16 KV", "1 thread"]);
+        assert_eq!(fs::read(&out).unwrap().len() % 8, 0);
+    }
+}
+
+#[test]
+fn a_long_text_in_steps_is_the_same_text() {
+    // More tokens than the command computes at once.
+    let (scratch, file) = converted("models/llama");
+    let ids: Vec<String> = (0..200).map(|i| (i * 7 % 320).to_string()).collect();
+    let logits = |ids: &[String]| {
+        let out = scratch.at("logits.safetensors");
+        quern(&["eval", arg(&file), "--ids", &ids.join(","), "--logits", arg(&out)]).ok();
+        Golden::of(&fs::read(&out).unwrap()).floats("logits").data.clone()
+    };
+    let (all, half) = (logits(&ids), logits(&ids[..90]));
+    assert_eq!(all.len(), 200 * 320);
+    assert_eq!(all[..half.len()], half, "a position does not know what follows it");
+}
+
+#[test]
+fn ids_that_cannot_be_are_refused() {
+    let (scratch, file) = converted("models/llama");
+    let out = scratch.at("logits.safetensors");
+    let eval = |ids: &str| quern(&["eval", arg(&file), "--ids", ids, "--logits", arg(&out)]);
+    eval("1,320").fails(&["token 320", "320 tokens"]);
+    eval("1,two").fails(&["--ids", "\"two\""]);
+    eval(",").fails(&["--ids", "at least one"]);
+    eval("@/nonexistent/ids").fails(&["/nonexistent/ids"]);
+    eval(&"1,".repeat(300)).fails(&["300 tokens", "at most 256"]);
+    assert!(!out.exists());
+    let nowhere = scratch.at("no/such/folder/logits.safetensors");
+    quern(&["eval", arg(&file), "--ids", "1", "--logits", arg(&nowhere)]).fails(&["no/such/folder", "No such file"]);
+}

@@ -1,0 +1,229 @@
+//! The same text, alone or in a crowd.
+//!
+//! Tokens, and every bit of their probabilities, must not depend on the other requests, on how
+//! prompts are cut into chunks, on preemption, on when a request comes or on the number of threads.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use quern::engine::{Engine, EngineOptions, Finish, Generator, Request};
+use quern_kernels::{
+    exec::{ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Plan, Ticket},
+    sample::SamplingParams,
+};
+use quern_models::ModelFile;
+use serde_json::{Value, json};
+
+use crate::support::{
+    Random, Scratch, fixture,
+    model::{Got, Run, answer, kept, receive},
+    program::{arg, quern},
+};
+
+/// Long enough that some prompts take several chunks and blocks.
+const CONTEXT: usize = 192;
+
+#[test]
+fn real_layers_in_default_mode() {
+    lossless("models/smollm2-gptq-2layer", Run::Default, 10);
+}
+
+#[test]
+fn real_layers_in_exact_mode() {
+    lossless("models/smollm2-gptq-2layer", Run::Exact, 8);
+}
+
+#[test]
+fn asymmetric_integers_in_default_mode() {
+    lossless("models/llama-gptq-w4-g64-asym", Run::Default, 24);
+}
+
+#[test]
+fn bf16_weights_in_exact_mode() {
+    lossless("models/llama", Run::Exact, 24);
+}
+
+#[test]
+fn minima_and_bytes_in_default_mode() {
+    lossless("gguf/llama-q4_1/model.gguf", Run::Default, 24);
+}
+
+fn lossless(name: &str, run: Run, count: usize) {
+    let scratch = Scratch::new("lossless");
+    let (_, file) = kept(&fixture(name), &scratch);
+    let requests = requests(file.spec().vocab, count);
+    let options = EngineOptions { context: CONTEXT, threads: 1, ..run.engine() };
+    let open = |options| Engine::new(file.clone(), options).unwrap();
+
+    let mut engine = open(options);
+    let alone: Vec<Got> =
+        requests.iter().map(|r| answer(&mut engine, std::slice::from_ref(r)).remove(0)).collect();
+    for (got, request) in alone.iter().zip(&requests) {
+        assert_eq!(got.logprobs.len(), got.tokens.len(), "every token has a logprob");
+        assert_eq!(got.finish, Some(Finish::Length), "{request:?}");
+    }
+    let distinct: std::collections::HashSet<u32> = alone.iter().flat_map(|got| got.tokens.iter().copied()).collect();
+    assert!(distinct.len() > 20, "{name}: only {} tokens, too few to compare", distinct.len());
+
+    let same = |what: &str, got: Vec<Got>| {
+        for (i, (got, alone)) in got.iter().zip(&alone).enumerate() {
+            assert_eq!(got.tokens, alone.tokens, "{name} {run:?}: {what}, request {i}: tokens");
+            assert_eq!(got, alone, "{name} {run:?}: {what}, request {i}: probabilities");
+        }
+    };
+    same("all together", answer(&mut open(EngineOptions { sequences: count, ..options }), &requests));
+    same("three at a time", answer(&mut open(EngineOptions { sequences: 3, ..options }), &requests));
+    let chunked = EngineOptions { batch_tokens: 7, sequences: 4, ..options };
+    same("chunks of 7 tokens", answer(&mut open(chunked), &requests));
+    let slow = EngineOptions { batch_tokens: 1, ..options };
+    same("one token a step", answer(&mut open(slow), &requests[..3]));
+    for threads in [2, 3] {
+        let options = EngineOptions { threads, sequences: count, batch_tokens: 29, ..options };
+        same(&format!("{threads} threads"), answer(&mut open(options), &requests));
+    }
+    same("preempted", preempted(&file, run, &requests));
+    same("one after another, some given up", staggered(&mut open(EngineOptions { sequences: 4, ..options }), &requests));
+}
+
+/// Prompts of every length around chunk and block borders, sampled in every way.
+fn requests(vocab: usize, count: usize) -> Vec<Request> {
+    let mut random = Random::new(vocab as u64);
+    let lengths = [1, 2, 15, 16, 17, 31, 48, 64, 65, 90, 130];
+    let greedy = SamplingParams::greedy;
+    let request = |i: usize| {
+        let seed = 1000 + i as u64;
+        let sampling = match i % 6 {
+            0 => greedy(),
+            1 => SamplingParams { seed, ..SamplingParams::default() },
+            2 => SamplingParams { seed, top_p: 0.8, temperature: 1.3, ..SamplingParams::default() },
+            3 => SamplingParams { repetition_penalty: 1.3, frequency_penalty: 0.4, ..greedy() },
+            4 => SamplingParams { seed, top_k: 40, min_p: 0.02, presence_penalty: 0.7, ..SamplingParams::default() },
+            _ => SamplingParams { seed, logit_bias: vec![(7, 3.0), (9, f32::NEG_INFINITY)], ..SamplingParams::default() },
+        };
+        // Some prompts are the same: what differs is the noise.
+        let prompt = (0..lengths[i % lengths.len()]).map(|_| random.below(vocab) as u32).collect();
+        let max_tokens = 10 + i % 17;
+        Request { prompt, max_tokens, sampling, ignore_eos: true, logprobs: Some(2), ..Request::default() }
+    };
+    let mut requests: Vec<Request> = (0..count).map(request).collect();
+    requests[1].prompt = requests[0].prompt.clone();
+    requests
+}
+
+/// So few blocks that running sequences must give theirs back and start again.
+fn preempted(file: &Arc<ModelFile>, run: Run, requests: &[Request]) -> Vec<Got> {
+    let longest = requests.iter().map(|r| r.prompt.len() + r.max_tokens).max().unwrap();
+    let options = CpuOptions { threads: 2, blocks: longest.div_ceil(16) + 2, mode: run.mode(), kv: run.kv() };
+    let starts = Arc::new(AtomicUsize::new(0));
+    let executor = Counting { inner: CpuExecutor::new(file.clone(), options).unwrap(), starts: starts.clone() };
+    let mut engine = Engine::with_executor(file.clone(), Box::new(executor), CONTEXT, 64, 6);
+    let answers = answer(&mut engine, requests);
+    let starts = starts.load(Ordering::Relaxed);
+    assert!(starts > requests.len(), "{starts} starts of {} requests: nothing was preempted", requests.len());
+    answers
+}
+
+/// Counts how often a sequence starts from its first token.
+struct Counting {
+    inner: CpuExecutor,
+    starts: Arc<AtomicUsize>,
+}
+
+impl Executor for Counting {
+    fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
+        self.starts.fetch_add(plan.chunks.iter().filter(|c| c.start == 0).count(), Ordering::Relaxed);
+        self.inner.submit(plan)
+    }
+
+    fn collect(&mut self, ticket: Ticket) -> Result<Vec<ChunkOutput>, ExecError> {
+        self.inner.collect(ticket)
+    }
+
+    fn blocks(&self) -> usize {
+        self.inner.blocks()
+    }
+
+    fn copy_block(&mut self, from: u32, to: u32) {
+        self.inner.copy_block(from, to)
+    }
+
+    fn describe(&self) -> String {
+        self.inner.describe()
+    }
+}
+
+/// A request comes every other step; beside each one comes another that is given up after a while.
+fn staggered(engine: &mut Engine, requests: &[Request]) -> Vec<Got> {
+    let mut answers = vec![Got::default(); requests.len() * 2];
+    let mut index: HashMap<u64, usize> = HashMap::new();
+    let mut waiting = requests.iter().enumerate();
+    let mut given_up = vec![];
+    for step in 0.. {
+        if step % 2 == 0
+            && let Some((i, request)) = waiting.next()
+        {
+            index.insert(engine.add(request.clone()).unwrap(), i);
+            let mut other = request.clone();
+            other.prompt.rotate_left(1);
+            let other = engine.add(other).unwrap();
+            index.insert(other, requests.len() + i);
+            given_up.push((step + 1 + i % 5, other));
+        }
+        given_up.iter().filter(|(at, _)| *at == step).for_each(|&(_, request)| engine.cancel(request));
+        let mut events = vec![];
+        let more = engine.step(&mut events).unwrap();
+        receive(events, &mut answers, |id| index[&id]);
+        if !more && index.len() == answers.len() && answers.iter().all(|a| a.finish.is_some()) {
+            break;
+        }
+        assert!(step < 10_000, "the engine does not come to an end");
+    }
+    let others = answers.split_off(requests.len());
+    assert!(others.iter().any(|a| a.finish == Some(Finish::Cancelled)));
+    answers
+}
+
+#[test]
+fn a_batch_of_prompts_gives_the_texts_of_single_runs() {
+    let scratch = Scratch::new("batch");
+    kept(&fixture("models/smollm2-gptq-2layer"), &scratch);
+    let file = scratch.at("model.qrn");
+    let prompts = ["Hello", "The harbour was quiet.", "One", "two men sat on the wall and talked", "rain", "é 你", "a b c"];
+    let row = |(i, prompt): (usize, &&str)| {
+        let mut row = json!({"id": format!("row{i}"), "prompt": prompt, "max_tokens": 6 + i});
+        if i % 2 == 1 {
+            row["temperature"] = 1.0.into();
+            row["seed"] = (40 + i).into();
+            row["top_p"] = 0.5.into();
+        }
+        row
+    };
+    let rows: Vec<Value> = prompts.iter().enumerate().map(row).collect();
+    let lines: String = rows.iter().map(|row| format!("{row}\n")).collect();
+    let (input, output) = (scratch.write("in.jsonl", lines), scratch.at("out.jsonl"));
+    let batch = ["run", arg(&file), "--batch", arg(&input), "--out", arg(&output), "--temperature", "0", "--ctx", "256"];
+    quern(&batch).ok().says(&["7 rows answered, 0 of them with an error"]);
+    let text = std::fs::read_to_string(&output).unwrap();
+    let answers: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(answers.len(), rows.len());
+    for row in &rows {
+        let of = |key: &str| row.get(key).map_or("0".to_string(), Value::to_string);
+        let prompt = row["prompt"].as_str().unwrap();
+        let mut args = vec!["run", arg(&file), "-p", prompt, "--json", "--ctx", "256"];
+        let (n, temperature, seed) = (of("max_tokens"), of("temperature"), of("seed"));
+        args.extend(["-n", &n, "--temperature", &temperature, "--seed", &seed]);
+        if row.get("top_p").is_some() {
+            args.extend(["--top-p", "0.5"]);
+        }
+        let single = quern(&args).ok().json();
+        let answer = answers.iter().find(|a| a["id"] == row["id"]).unwrap();
+        for key in ["text", "tokens", "finish_reason", "usage"] {
+            assert_eq!(answer[key], single[key], "{row}: {key}");
+        }
+    }
+}

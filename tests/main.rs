@@ -1,0 +1,12 @@
+//! Tests of the whole program: what files become, what is computed from them, what the user reads.
+//!
+//! One binary. A test that cannot run prints `SKIPPED name: reason`, and CI counts those lines.
+#![allow(clippy::unwrap_used)]
+#![forbid(unsafe_code)]
+
+mod cli;
+mod lossless;
+mod parity;
+mod real;
+mod sources;
+mod support;

@@ -1,0 +1,148 @@
+//! Logits and greedy tokens of every committed fixture against the goldens of other libraries.
+//!
+//! Exact mode must be within the bound of [`Golden::exact_bound`] at all positions and give the
+//! golden's greedy tokens; default mode must be within 5 % of the range.
+
+use std::path::Path;
+
+use crate::support::{
+    Scratch, fixture,
+    golden::{Golden, distance, margin},
+    model::{self, Run, Sequence, kept},
+};
+
+/// Largest deviation of default mode, as a share of the logit range.
+const DEFAULT_SHARE: f32 = 0.05;
+
+#[test]
+fn llama() {
+    parity("models/llama", "float");
+}
+
+#[test]
+fn llama3_rope() {
+    parity("models/llama3-rope", "float");
+}
+
+#[test]
+fn gptq_g64_symmetric() {
+    parity("models/llama-gptq-w4-g64-sym", "gptq");
+}
+
+#[test]
+fn gptq_g64_asymmetric() {
+    parity("models/llama-gptq-w4-g64-asym", "gptq");
+}
+
+#[test]
+fn gptq_g128_symmetric() {
+    parity("models/llama-gptq-w4-g128-sym", "gptq");
+}
+
+#[test]
+fn gptq_v2() {
+    parity("models/llama-gptq_v2-w4-g64-sym", "gptq");
+}
+
+#[test]
+fn gptq_two_real_layers() {
+    parity("models/smollm2-gptq-2layer", "gptq");
+}
+
+#[test]
+fn awq_g32() {
+    parity("models/llama-awq-w4-g32-gemm", "awq");
+}
+
+#[test]
+fn awq_g64() {
+    parity("models/llama-awq-w4-g64-gemm", "awq");
+}
+
+#[test]
+fn gguf_f32() {
+    parity("gguf/llama-f32", "gguf");
+}
+
+#[test]
+fn gguf_f16() {
+    parity("gguf/llama-f16", "gguf");
+}
+
+#[test]
+fn gguf_bf16() {
+    parity("gguf/llama-bf16", "gguf");
+}
+
+#[test]
+fn gguf_q8_0() {
+    parity("gguf/llama-q8_0", "gguf");
+}
+
+#[test]
+fn gguf_q4_0() {
+    parity("gguf/llama-q4_0", "gguf");
+}
+
+#[test]
+fn gguf_q4_1() {
+    parity("gguf/llama-q4_1", "gguf");
+}
+
+#[test]
+fn every_fixture_has_a_test() {
+    let named = include_str!("parity.rs");
+    for folder in ["models", "gguf"] {
+        for entry in std::fs::read_dir(fixture(folder)).unwrap() {
+            let name = format!("\"{folder}/{}\"", entry.unwrap().file_name().to_string_lossy());
+            assert!(named.contains(&name), "{name} has no parity test");
+        }
+    }
+}
+
+fn parity(name: &str, method: &str) {
+    let dir = fixture(name);
+    let golden = Golden::read(&dir);
+    let scratch = Scratch::new("parity");
+    let gguf = dir.join("model.gguf");
+    let source: &Path = if gguf.exists() { &gguf } else { &dir };
+    let (report, file) = kept(source, &scratch);
+    assert_eq!(report.method, method, "{name}");
+
+    let (prompt, logits) = (golden.ids("input_ids"), golden.floats("logits"));
+    let range = logits.range();
+    let bound = golden.exact_bound(range);
+    let exact = distance(&model::logits(&file, Run::Exact, prompt), &logits.data);
+    let quick = distance(&model::logits(&file, Run::Default, prompt), &logits.data);
+
+    // The cache and one token at a time, along the golden's own continuation.
+    let (ids, steps) = (golden.ids("greedy_ids"), golden.floats("greedy_logits"));
+    let mut sequence = Sequence::new(&file, Run::Exact, prompt.len() + ids.len());
+    let mut decode = 0f32;
+    let mut last = sequence.push(prompt).split_off((prompt.len() - 1) * logits.cols);
+    for (id, wanted) in ids.iter().zip(steps.rows()) {
+        decode = decode.max(distance(&last, wanted));
+        last = sequence.push(&[*id]);
+    }
+
+    // And the engine's own loop; below a margin of twice the bound either token would be right.
+    let margins: Vec<f32> = steps.rows().map(margin).collect();
+    let decided = margins.iter().position(|&m| m <= 2.0 * bound).unwrap_or(ids.len());
+    let greedy = model::greedy(&file, Run::Exact, &[prompt.to_vec()], ids.len()).remove(0).tokens;
+    let agree = greedy.iter().zip(ids).take_while(|(a, b)| a == b).count();
+
+    let part = |x: f32| x / range;
+    let measured = format!(
+        "{name}: range {range:.2}, bound {:.2e} of it; exact {:.2e}, one by one {:.2e}, default {:.2e}; greedy {agree} of \
+         {} equal, {decided} of them decided by a margin above twice the bound",
+        part(bound),
+        part(exact),
+        part(decode),
+        part(quick),
+        ids.len(),
+    );
+    println!("{measured}");
+    assert!(exact <= bound && decode <= bound, "{measured}");
+    assert!(quick <= DEFAULT_SHARE * range, "{measured}");
+    assert!(agree >= decided, "{measured}: {greedy:?}, golden {ids:?}");
+}

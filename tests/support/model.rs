@@ -1,0 +1,153 @@
+//! A converted model, as tests use it: logits of given tokens, and continuations.
+
+use std::{path::Path, sync::Arc};
+
+use quern::engine::{Engine, EngineOptions, Event, Finish, Generator, Request};
+use quern_convert::{Options, Report, convert};
+use quern_kernels::{
+    cpu::{
+        acts::Mode,
+        kv::{BLOCK, KvType},
+    },
+    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, Executor, Output, Plan},
+    sample::SamplingParams,
+};
+use quern_models::ModelFile;
+
+use super::Scratch;
+
+/// A numeric mode of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Run {
+    /// Nothing is rounded: f32 activations, f32 KV.
+    Exact,
+    /// int8 activations, f16 KV.
+    Default,
+}
+
+impl Run {
+    pub fn mode(self) -> Mode {
+        match self {
+            Run::Exact => Mode::F32,
+            Run::Default => Mode::Int8,
+        }
+    }
+
+    pub fn kv(self) -> KvType {
+        match self {
+            Run::Exact => KvType::F32,
+            Run::Default => KvType::F16,
+        }
+    }
+
+    pub fn engine(self) -> EngineOptions {
+        EngineOptions { threads: 2, activations: self.mode(), kv: self.kv(), ..EngineOptions::default() }
+    }
+}
+
+/// Converts with everything kept; the file goes away with the scratch folder.
+pub fn kept(source: &Path, scratch: &Scratch) -> (Report, Arc<ModelFile>) {
+    let report = convert(source, &scratch.at("model.qrn"), &Options::default(), &mut ());
+    let report = report.unwrap_or_else(|e| panic!("{}: {e}", source.display()));
+    let file = ModelFile::open(&report.path).unwrap();
+    file.verify().unwrap();
+    (report, Arc::new(file))
+}
+
+/// A model at work on one sequence.
+pub struct Sequence {
+    executor: CpuExecutor,
+    blocks: Vec<u32>,
+    computed: usize,
+}
+
+impl Sequence {
+    pub fn new(file: &Arc<ModelFile>, run: Run, room: usize) -> Sequence {
+        let blocks = room.div_ceil(BLOCK);
+        let options = CpuOptions { threads: 2, blocks, mode: run.mode(), kv: run.kv() };
+        let executor = CpuExecutor::new(file.clone(), options).unwrap();
+        Sequence { executor, blocks: (0..blocks as u32).collect(), computed: 0 }
+    }
+
+    /// Logits after each of the next tokens, `[tokens, vocab]`.
+    pub fn push(&mut self, tokens: &[u32]) -> Vec<f32> {
+        let output = Output::Logits { from: 0 };
+        let plan = Plan { chunks: vec![Chunk { tokens, start: self.computed, blocks: &self.blocks, output }] };
+        let ticket = self.executor.submit(&plan).unwrap();
+        self.computed += tokens.len();
+        match self.executor.collect(ticket).unwrap().remove(0) {
+            ChunkOutput::Logits(logits) => logits,
+            other => panic!("logits were asked, got {other:?}"),
+        }
+    }
+}
+
+/// Logits after each token, `[tokens, vocab]`, computed in one chunk.
+pub fn logits(file: &Arc<ModelFile>, run: Run, tokens: &[u32]) -> Vec<f32> {
+    Sequence::new(file, run, tokens.len()).push(tokens)
+}
+
+/// What a request gave.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Got {
+    pub tokens: Vec<u32>,
+    /// Bits of the logprobs of the chosen tokens.
+    pub logprobs: Vec<u32>,
+    /// Difference of the two likeliest tokens' logprobs, per token.
+    pub gaps: Vec<f32>,
+    pub finish: Option<Finish>,
+}
+
+/// Collects events into answers; `of[request]` is an index of the answers.
+pub fn receive(events: Vec<Event>, answers: &mut [Got], of: impl Fn(u64) -> usize) {
+    for event in events {
+        match event {
+            Event::Token { request, id, logprob, top } => {
+                let got = &mut answers[of(request)];
+                assert_eq!(got.finish, None, "a token after the end of request {request}");
+                got.tokens.push(id);
+                got.logprobs.extend(logprob.map(f32::to_bits));
+                if let [first, second, ..] = top[..] {
+                    got.gaps.push(first.1 - second.1);
+                }
+            }
+            Event::Finished { request, finish } => {
+                let before = answers[of(request)].finish.replace(finish);
+                assert_eq!(before, None, "request {request} ended twice");
+            }
+        }
+    }
+}
+
+/// Answers all requests at once.
+pub fn answer(engine: &mut dyn Generator, requests: &[Request]) -> Vec<Got> {
+    let ids: Vec<u64> = requests.iter().map(|r| engine.add(r.clone()).unwrap()).collect();
+    let mut answers = vec![Got::default(); requests.len()];
+    loop {
+        let mut events = vec![];
+        let more = engine.step(&mut events).unwrap();
+        receive(events, &mut answers, |id| ids.iter().position(|&i| i == id).unwrap());
+        if !more {
+            break;
+        }
+    }
+    let open = answers.iter().position(|a| a.finish.is_none());
+    assert_eq!(open, None, "an idle engine has ended every request");
+    answers
+}
+
+/// Greedy continuations of exactly `count` tokens, whatever the model says, computed together.
+pub fn greedy(file: &Arc<ModelFile>, run: Run, prompts: &[Vec<u32>], count: usize) -> Vec<Got> {
+    let longest = prompts.iter().map(Vec::len).max().unwrap();
+    let options = EngineOptions { sequences: prompts.len(), context: longest + count, ..run.engine() };
+    let mut engine = Engine::new(file.clone(), options).unwrap();
+    let request = |prompt: &Vec<u32>| Request {
+        prompt: prompt.clone(),
+        max_tokens: count,
+        sampling: SamplingParams::greedy(),
+        ignore_eos: true,
+        logprobs: Some(2),
+        ..Request::default()
+    };
+    answer(&mut engine, &prompts.iter().map(request).collect::<Vec<_>>())
+}
