@@ -100,10 +100,13 @@ fn requests(vocab: usize, count: usize) -> Vec<Request> {
         let sampling = match i % 6 {
             0 => greedy(),
             1 => SamplingParams { seed, ..SamplingParams::default() },
-            2 => SamplingParams { seed, top_p: 0.8, temperature: 1.3, ..SamplingParams::default() },
+            2 => SamplingParams { seed, top_p: 0.95, temperature: 6.0, ..SamplingParams::default() },
             3 => SamplingParams { repetition_penalty: 1.3, frequency_penalty: 0.4, ..greedy() },
             4 => SamplingParams { seed, top_k: 40, min_p: 0.02, presence_penalty: 0.7, ..SamplingParams::default() },
-            _ => SamplingParams { seed, logit_bias: vec![(7, 3.0), (9, f32::NEG_INFINITY)], ..SamplingParams::default() },
+            _ => {
+                let logit_bias = vec![(7, 3.0), (9, f32::NEG_INFINITY)];
+                SamplingParams { seed, temperature: 3.0, logit_bias, ..SamplingParams::default() }
+            }
         };
         // Some prompts are the same: what differs is the noise.
         let prompt = (0..lengths[i % lengths.len()]).map(|_| random.below(vocab) as u32).collect();

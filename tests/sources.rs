@@ -17,7 +17,8 @@ fn unsafe_is_in_the_kernels_and_in_one_line_of_the_map() {
     let mut found = vec![];
     for path in files {
         let relative = path.strip_prefix(root).unwrap().to_string_lossy().into_owned();
-        if relative.starts_with("kernels/") {
+        // The fuzz targets are a workspace of their own and count allocations, which needs it.
+        if relative.starts_with("kernels/") || relative.starts_with("tests/fuzz/") {
             continue;
         }
         let code = code_of(&fs::read_to_string(&path).unwrap());

@@ -57,7 +57,7 @@ fn float_weights_become_what_was_asked() {
     let kept = convert(&["--quant", "int4", "--group", "32", "--lm-head", "keep"]).ok();
     assert!(!kept.out.contains("int8") && kept.out.contains("bf16"), "{}", kept.out);
     for group in ["0", "48", "-64", "x", "131072"] {
-        convert(&["--quant", "int4", "--group", group]).misused(&["--group"]);
+        convert(&["--quant", "int4", &format!("--group={group}")]).misused(&["--group", group]);
     }
     convert(&["--quant", "int3"]).misused(&["--quant", "keep, f16, int8, int4"]);
     // Integers stay what they are.

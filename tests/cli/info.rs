@@ -31,10 +31,16 @@ fn the_summary_names_model_weights_and_origin() {
 fn every_tensor_is_listed() {
     let (_scratch, path) = converted("models/llama-gptq-w4-g64-asym");
     let file = ModelFile::open(&path).unwrap();
-    let listed = quern(&["info", arg(&path), "--tensors"]).ok();
-    for tensor in file.tensors() {
-        let line = listed.out.lines().find(|l| l.split_whitespace().next() == Some(&tensor.name)).unwrap();
-        assert!(line.contains(&tensor.scheme.to_string()) && line.contains(&tensor.len.to_string()), "{line}");
+    let listed = quern(&["info", arg(&path), "--tensors"]).ok().out;
+    let rows = listed.lines().skip_while(|line| !line.starts_with("tensor ")).skip(1);
+    assert_eq!(rows.clone().count(), file.tensors().len(), "{listed}");
+    for (tensor, row) in file.tensors().iter().zip(rows) {
+        let shape = tensor.dims.iter().map(u64::to_string).collect::<Vec<_>>().join(" x ");
+        assert!(row.starts_with(&tensor.name) && row.contains(&shape), "{row}");
+        let columns: Vec<&str> = row.split_whitespace().rev().collect();
+        let (scheme, len) = (tensor.scheme.to_string(), tensor.len.to_string());
+        assert_eq!(columns[..2], [&tensor.offset.to_string(), &len], "{row}");
+        assert!(row.contains(&scheme), "{row}");
     }
 }
 

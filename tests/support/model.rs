@@ -115,6 +115,7 @@ pub fn receive(events: Vec<Event>, answers: &mut [Got], of: impl Fn(u64) -> usiz
                 let before = answers[of(request)].finish.replace(finish);
                 assert_eq!(before, None, "request {request} ended twice");
             }
+            Event::Failed { request, error } => panic!("request {request}: {error}"),
         }
     }
 }

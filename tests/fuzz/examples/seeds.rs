@@ -51,8 +51,7 @@ fn qrn_seeds() -> Result<(), Box<dyn Error>> {
         "layers.0.gate" => Scheme::Float(FloatType::F16),
         _ => Scheme::Float(FloatType::F32),
     };
-    let llama3 =
-        RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 64 };
+    let llama3 = RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 64 };
     let path = std::env::temp_dir().join(format!("quern-seeds-{}", std::process::id()));
     for (name, spec) in [("plain", spec(RopeScaling::None, false)), ("llama3-tied", spec(llama3, true))] {
         let needed = spec.tensors().into_iter();
@@ -129,7 +128,8 @@ fn gguf_seeds() -> Result<(), Box<dyn Error>> {
         let (before, after) = (&tiny[..at - 8], &tiny[at + 9..]);
         Ok::<_, Box<dyn Error>>([before, &(pre.len() as u64).to_le_bytes(), pre.as_bytes(), after].concat())
     };
-    let files = [("llama-bpe", tiny.clone()), ("version-2", old), ("qwen2", named("qwen2")?), ("smollm", named("smollm")?)];
+    let files =
+        [("llama-bpe", tiny.clone()), ("version-2", old), ("qwen2", named("qwen2")?), ("smollm", named("smollm")?)];
     for (name, file) in files {
         let seed = [&[1][..], &file].concat();
         assert!(gguf::passes(&seed), "{name}");

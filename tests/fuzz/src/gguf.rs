@@ -332,9 +332,15 @@ fn changed(bytes: &[u8]) -> Vec<u8> {
                 let tensor = (name.get().into(), dims.get(), kind as u32 % 42, offset.map(u64::from));
                 model.tensors.insert(at, tensor);
             }
-            Change::Dims(i, dims) => model.tensors.iter_mut().nth(i as usize % tensors).into_iter().for_each(|t| t.1 = dims.get()),
-            Change::Kind(i, kind) => model.tensors.iter_mut().nth(i as usize % tensors).into_iter().for_each(|t| t.2 = kind as u32 % 42),
-            Change::Offset(i, at) => model.tensors.iter_mut().nth(i as usize % tensors).into_iter().for_each(|t| t.3 = Some(at)),
+            Change::Dims(i, dims) => {
+                model.tensors.iter_mut().nth(i as usize % tensors).into_iter().for_each(|t| t.1 = dims.get())
+            }
+            Change::Kind(i, kind) => {
+                model.tensors.iter_mut().nth(i as usize % tensors).into_iter().for_each(|t| t.2 = kind as u32 % 42)
+            }
+            Change::Offset(i, at) => {
+                model.tensors.iter_mut().nth(i as usize % tensors).into_iter().for_each(|t| t.3 = Some(at))
+            }
             Change::RemoveTensor(i) if !model.tensors.is_empty() => drop(model.tensors.remove(i as usize % tensors)),
             Change::Counts(a, b) => counts = (a, b),
             Change::Version(v) => version = v,
