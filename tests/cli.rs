@@ -72,6 +72,22 @@ fn files_that_are_no_models_are_refused_by_every_command() {
 }
 
 #[test]
+fn a_full_disk_is_an_error() {
+    let (scratch, file) = converted("models/llama");
+    let out = scratch.at("logits.safetensors");
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    for args in [
+        &["info", arg(&file)][..],
+        &["eval", arg(&file), "--ids", "1", "--logits", arg(&out)],
+        &["run", arg(&file), "-p", "Hello", "-n", "2"],
+    ] {
+        let child = command(args).stdout(full()).stderr(Stdio::piped()).spawn().unwrap();
+        Ran::new(child.wait_with_output().unwrap()).fails(&["stdout", "No space left"]);
+    }
+    quern(&["eval", arg(&file), "--ids", "1", "--logits", "/dev/full"]).fails(&["/dev/full", "No space left"]);
+}
+
+#[test]
 fn a_reader_who_went_away_ends_the_program_quietly() {
     let (scratch, file) = converted("models/smollm2-gptq-2layer");
     let (source, out) = (fixture("models/llama"), scratch.at("again.qrn"));

@@ -61,8 +61,7 @@ fn lossless(name: &str, run: Run, count: usize) {
     let open = |options| Engine::new(file.clone(), options).unwrap();
 
     let mut engine = open(options);
-    let alone: Vec<Got> =
-        requests.iter().map(|r| answer(&mut engine, std::slice::from_ref(r)).remove(0)).collect();
+    let alone: Vec<Got> = requests.iter().map(|r| answer(&mut engine, std::slice::from_ref(r)).remove(0)).collect();
     for (got, request) in alone.iter().zip(&requests) {
         assert_eq!(got.logprobs.len(), got.tokens.len(), "every token has a logprob");
         assert_eq!(got.finish, Some(Finish::Length), "{request:?}");
@@ -87,7 +86,10 @@ fn lossless(name: &str, run: Run, count: usize) {
         same(&format!("{threads} threads"), answer(&mut open(options), &requests));
     }
     same("preempted", preempted(&file, run, &requests));
-    same("one after another, some given up", staggered(&mut open(EngineOptions { sequences: 4, ..options }), &requests));
+    same(
+        "one after another, some given up",
+        staggered(&mut open(EngineOptions { sequences: 4, ..options }), &requests),
+    );
 }
 
 /// Prompts of every length around chunk and block borders, sampled in every way.
@@ -196,7 +198,8 @@ fn a_batch_of_prompts_gives_the_texts_of_single_runs() {
     let scratch = Scratch::new("batch");
     kept(&fixture("models/smollm2-gptq-2layer"), &scratch);
     let file = scratch.at("model.qrn");
-    let prompts = ["Hello", "The harbour was quiet.", "One", "two men sat on the wall and talked", "rain", "é 你", "a b c"];
+    let prompts =
+        ["Hello", "The harbour was quiet.", "One", "two men sat on the wall and talked", "rain", "é 你", "a b c"];
     let row = |(i, prompt): (usize, &&str)| {
         let mut row = json!({"id": format!("row{i}"), "prompt": prompt, "max_tokens": 6 + i});
         if i % 2 == 1 {
@@ -209,7 +212,8 @@ fn a_batch_of_prompts_gives_the_texts_of_single_runs() {
     let rows: Vec<Value> = prompts.iter().enumerate().map(row).collect();
     let lines: String = rows.iter().map(|row| format!("{row}\n")).collect();
     let (input, output) = (scratch.write("in.jsonl", lines), scratch.at("out.jsonl"));
-    let batch = ["run", arg(&file), "--batch", arg(&input), "--out", arg(&output), "--temperature", "0", "--ctx", "256"];
+    let batch =
+        ["run", arg(&file), "--batch", arg(&input), "--out", arg(&output), "--temperature", "0", "--ctx", "256"];
     quern(&batch).ok().says(&["7 rows answered, 0 of them with an error"]);
     let text = std::fs::read_to_string(&output).unwrap();
     let answers: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();

@@ -5,7 +5,7 @@ use serde_json::json;
 use super::converted;
 use crate::support::{
     Scratch,
-    program::{arg, quern},
+    program::{Ran, arg, command, quern},
 };
 
 #[test]
@@ -55,13 +55,12 @@ fn a_shape_can_be_measured_without_a_model() {
     });
     let path = scratch.write("config.json", config.to_string());
     let small = ["-p", "4", "-n", "2", "-r", "1", "-o", "json"];
-    let rows = quern(&[&["bench", "--synthetic", arg(&path)], &small[..]].concat()).ok().json();
+    let mut bench = command(&[&["bench", "--synthetic", arg(&path)], &small[..]].concat());
+    let rows = Ran::of(bench.env("TMPDIR", scratch.path())).ok().json();
     assert_eq!(rows.as_array().unwrap().len(), 2);
     // 4-bit weights: well below a byte each.
     assert!(rows[0]["model_bytes"].as_u64().unwrap() < 500_000, "{}", rows[0]);
-    let left = std::fs::read_dir(std::env::temp_dir()).unwrap();
-    let left = left.filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().starts_with("quern-synthetic"));
-    assert_eq!(left.count(), 0, "the synthetic file stays behind");
+    assert_eq!(scratch.names(), ["config.json"], "the synthetic model is gone");
 
     quern(&["bench", "--synthetic", "llama-9b"]).fails(&["llama-9b", "llama-1b, llama-3b, llama-8b"]);
     quern(&["bench", "--synthetic", "missing.json"]).fails(&["missing.json", "No such file"]);

@@ -32,7 +32,8 @@ fn the_summary_says_what_was_written_and_that_it_was_compared() {
         let codes = quern_convert::grouped(linear_weights(&source));
         let method = if name.contains("awq") { "(awq)" } else { "(gptq)" };
         let bytes = fs::metadata(&out).unwrap().len();
-        let ran = ran.prints(&["bits/weight", scheme, "bf16", &format!("verified: {codes} codes"), "equal to the source"]);
+        let ran =
+            ran.prints(&["bits/weight", scheme, "bf16", &format!("verified: {codes} codes"), "equal to the source"]);
         ran.prints(&[&format!("{} {method} in ", arg(&out)), &quern::cli::size(bytes)]);
         if zeros {
             let info = quern(&["info", arg(&out)]).ok();
@@ -119,6 +120,9 @@ fn what_is_no_checkpoint_is_refused() {
     let pickle = scratch.write("pickle/pytorch_model.bin", b"PK\x03\x04");
     refused(arg(&pickle), &["PyTorch pickle", "safetensors version"]);
     refused(arg(pickle.parent().unwrap()), &["PyTorch pickle"]);
+    let done = scratch.at("done.qrn");
+    quern(&["convert", arg(&fixture("models/llama")), "--out", arg(&done)]).ok();
+    refused(arg(&done), &["done.qrn", "a .qrn file"]);
 }
 
 #[test]

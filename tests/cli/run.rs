@@ -1,11 +1,14 @@
 //! `quern run`: prompts from everywhere, answers as text and as JSON, limits, refusals, batches.
 
-use std::fs;
+use std::{fs, io::Read, process::Stdio};
 
 use serde_json::{Value, json};
 
 use super::converted;
-use crate::support::program::{arg, quern, quern_reads};
+use crate::support::{
+    fixture,
+    program::{Ran, arg, command, interrupt, quern, quern_reads, wait_for},
+};
 
 const SLICE: &str = "models/smollm2-gptq-2layer";
 const PROMPT: &str = "The harbour was quiet that evening.";
@@ -22,7 +25,8 @@ fn a_prompt_comes_from_a_flag_a_file_or_stdin() {
     let run = with(&["run", arg(&file), "-n", "12"], &GREEDY);
     let asked = quern(&with(&run, &["-p", PROMPT])).ok();
     assert!(asked.out.trim().len() > 5 && asked.out.ends_with('\n'), "{asked:?}");
-    let asked = asked.says(&["load", "first token", "prompt", "answer 12 tokens", "tokens/s", "cut off after 12 tokens"]);
+    let asked =
+        asked.says(&["load", "first token", "prompt", "answer 12 tokens", "tokens/s", "cut off after 12 tokens"]);
     let path = scratch.write("prompt.txt", format!("{PROMPT}\n"));
     assert_eq!(quern(&with(&run, &["-f", arg(&path)])).ok().out, asked.out);
     assert_eq!(quern_reads(&run, PROMPT.as_bytes()).ok().out, asked.out);
@@ -135,6 +139,48 @@ fn a_full_context_is_said_and_not_hidden() {
     let (_scratch, file) = converted("models/llama");
     let ran = quern(&["run", arg(&file), "-p", &"abc ".repeat(200), "-n", "4"]).fails(&["256", "shorten the prompt"]);
     assert!(!ran.err.contains("raise"), "{}", ran.err);
+}
+
+#[test]
+fn ctrl_c_ends_the_answer_and_keeps_what_there_is() {
+    let (scratch, file) = converted(SLICE);
+    let long = ["-n", "8000", "--ctx", "8192", "--ignore-eos"];
+    let ask = with(&["run", arg(&file), "-p", PROMPT, "--temperature", "1", "--seed", "1"], &long);
+    let mut child = command(&ask).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut begun = [0];
+    child.stdout.as_mut().unwrap().read_exact(&mut begun).unwrap();
+    interrupt(&child);
+    Ran::new(child.wait_with_output().unwrap()).ok().says(&["[interrupted]", "tokens/s"]);
+
+    // A batch says how far it came, and goes on later.
+    let rows = [json!({"prompt": "short", "max_tokens": 2}), json!({"prompt": "long", "temperature": 1, "seed": 1})];
+    let input = scratch.write("in.jsonl", format!("{}\n{}\n", rows[0], rows[1]));
+    let output = scratch.write("out.jsonl", "");
+    let batch = with(&["run", arg(&file), "--batch", arg(&input), "--out", arg(&output)], &long);
+    let child = command(&batch).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    wait_for("the short row", || fs::read_to_string(&output).unwrap().contains('\n'));
+    interrupt(&child);
+    Ran::new(child.wait_with_output().unwrap()).fails(&["interrupted: 1 rows were written", "goes on with the rest"]);
+    let again = with(&["run", arg(&file), "--batch", arg(&input), "--out", arg(&output)], &["-n", "3"]);
+    quern(&again).ok().says(&["1 rows answered", "1 were there already"]);
+}
+
+#[test]
+fn a_file_without_a_tokenizer_says_so() {
+    let (scratch, _) = converted("models/llama");
+    let dir = scratch.copy(&fixture("models/llama"), "bare");
+    fs::remove_file(dir.join("tokenizer.json")).unwrap();
+    let file = scratch.at("bare.qrn");
+    quern(&["convert", arg(&dir), "--out", arg(&file)]).ok().says(&["note:", "no tokenizer.json"]);
+    quern(&["info", arg(&file)]).ok().prints(&["tokenizer    none"]);
+    quern(&["run", arg(&file), "-p", "x"]).fails(&["bare.qrn", "no tokenizer", "tokenizer.json"]);
+}
+
+#[test]
+fn threads_that_cannot_be_had_are_refused() {
+    let (_scratch, file) = converted("models/llama");
+    let ran = quern(&["run", arg(&file), "-p", "x", "-n", "1", "--threads", "1000000"]);
+    assert!(matches!(ran.code, Some(1 | 2)) && ran.err.contains("threads"), "{ran:?}");
 }
 
 #[test]

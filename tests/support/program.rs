@@ -4,7 +4,8 @@ use std::{
     ffi::OsStr,
     io::Write,
     path::Path,
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
 };
 
 use serde_json::Value;
@@ -99,6 +100,22 @@ impl Ran {
     #[track_caller]
     pub fn json(&self) -> Value {
         serde_json::from_str(&self.out).unwrap_or_else(|e| panic!("{e} in: {self:#?}"))
+    }
+}
+
+/// Presses Ctrl-C.
+pub fn interrupt(child: &Child) {
+    let kill = Command::new("sh").args(["-c", &format!("kill -INT {}", child.id())]).status().unwrap();
+    assert!(kill.success());
+}
+
+/// Waits until something is so; a minute at most.
+#[track_caller]
+pub fn wait_for(what: &str, so: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !so() {
+        assert!(start.elapsed() < Duration::from_secs(60), "waited a minute for {what}");
+        std::thread::sleep(Duration::from_millis(2));
     }
 }
 

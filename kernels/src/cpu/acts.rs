@@ -10,9 +10,9 @@
 //! Bytes: rows are taken [`MR`] at a time (the last rows `mb = m % MR`), block-major:
 //! `byte(b, r, quad, kk) = b*m*B + (r/MR)*MR*B + (quad*mb + r%MR)*4 + kk`, so that one row is plain
 //! and four rows are read as one stream. Scales and sums are `[blocks][m]`.
-//! What the middle code 8 of int4 would subtract is kept ready as the start value of 16-bit sums:
-//! `middles[b][half][m]`, where a half is 32 columns, holds `-8 * sum` over the columns with
-//! `k % 4 < 2` (low 16 bits) and over the others (high 16 bits).
+//! With blocks of 32, what the middle code 8 of int4 subtracts is kept ready as the start value of
+//! 16-bit sums: `middles[blocks][m]` holds `-8 * sum` over the columns with `k % 4 < 2` (low 16
+//! bits) and over the others (high 16 bits).
 //!
 //! Threads may fill different rows, or different blocks of a row, at the same time.
 
@@ -84,8 +84,8 @@ pub struct Acts {
 pub(crate) struct Quantum {
     pub scale: f32,
     pub sum: i32,
-    /// Per half; the second is unused in a block of 32.
-    pub middles: [i32; 2],
+    /// Start value as the file's head describes it; meaningless for a block of 64.
+    pub middle: i32,
 }
 
 impl Acts {
@@ -112,7 +112,7 @@ impl Acts {
             self.q.reserve(m * blocks * block);
             self.scales.reserve(m * blocks);
             self.sums.reserve(m * blocks);
-            self.middles.reserve(m * blocks * block / 32);
+            self.middles.reserve(m * blocks);
         }
     }
 
@@ -199,10 +199,7 @@ impl Acts {
                 let quantum = (isa.quantize)(x, self.q.ptr().add(to), step);
                 *self.scales.ptr().add(b * self.m + row) = quantum.scale;
                 *self.sums.ptr().add(b * self.m + row) = quantum.sum;
-                for half in 0..block / 32 {
-                    let at = (b * (block / 32) + half) * self.m + row;
-                    *self.middles.ptr().add(at) = quantum.middles[half];
-                }
+                *self.middles.ptr().add(b * self.m + row) = quantum.middle;
             }
         }
     }
@@ -252,10 +249,10 @@ impl Acts {
         self.sums.ptr().wrapping_add(b * self.m + row)
     }
 
-    /// Start values of the sums of rows `row..` in the first half of block `b`; the next half is `m` on.
+    /// Start values of the sums of rows `row..` in block `b` of 32 columns.
     #[inline]
     pub(crate) fn middle_ptr(&self, row: usize, b: usize) -> *const i32 {
-        self.middles.ptr().wrapping_add(b * (self.block() / 32) * self.m + row)
+        self.middles.ptr().wrapping_add(b * self.m + row)
     }
 
     /// Elements from one f32 row to the next.

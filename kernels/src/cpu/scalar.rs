@@ -30,19 +30,20 @@ pub(crate) unsafe fn quantize(x: &[f32], to: *mut i8, step: usize) -> Quantum {
         a if a < TINY => (0.0, 0.0),
         a => (a / 127.0, 127.0 / a),
     };
-    // Per 32 columns: the sum over k % 4 < 2, and over the others.
-    let mut sums = [[0i32; 2]; 2];
+    // Over k % 4 < 2, and over the others.
+    let mut sums = [0i32; 2];
     for (i, v) in x.iter().enumerate() {
         let q = if inv == 0.0 { 0 } else { (v * inv).round_ties_even() as i8 };
-        sums[i / 32][i % 4 / 2] += q as i32;
+        sums[i % 4 / 2] += q as i32;
         // SAFETY: the caller's promise.
         unsafe { *to.add(i / 4 * step + i % 4) = q }
     }
-    Quantum {
-        scale,
-        sum: sums.as_flattened().iter().sum(),
-        middles: sums.map(|[low, high]| (-8 * low) & 0xffff | (-8 * high) << 16),
-    }
+    Quantum { scale, sum: sums[0] + sums[1], middle: middle(sums) }
+}
+
+/// `-8 * sum` of both sums, as two 16-bit numbers; they fit for a block of 32.
+pub(crate) fn middle([low, high]: [i32; 2]) -> i32 {
+    (-8 * low) & 0xffff | (-8 * high) << 16
 }
 
 /// # Safety

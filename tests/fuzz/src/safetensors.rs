@@ -18,8 +18,8 @@ use crate::{LONGEST, cut, extended, memory::bounded};
 pub fn run(input: &[u8]) {
     file(input, |head, bytes| {
         let base = bytes.as_ptr_range();
-        // The smallest element of a shape takes two bytes of JSON and eight of memory, and vectors double.
-        match bounded("parse", head, 64 << 10, 128, || parse(bytes)) {
+        // An element of a shape takes two bytes of JSON and eight of memory, and vectors double: up to 12 a byte.
+        match bounded("parse", head, 4 << 10, 32, || parse(bytes)) {
             Err(e) => assert!(!e.to_string().is_empty()),
             Ok(tensors) => {
                 let header = u64::from_le_bytes(bytes[..8].try_into().expect("it was parsed")) as usize;

@@ -25,7 +25,8 @@ pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mu
     unsafe {
         match (w.zero, a.block()) {
             (ZeroKind::Mid, 32) => spans::<MID, 1>(w, a, rows, tile, scratch),
-            (ZeroKind::Mid, _) => spans::<MID, 2>(w, a, rows, tile, scratch),
+            // Two halves would need two start values; subtracting 8 like any code is faster then.
+            (ZeroKind::Mid, _) => spans::<CODE, 2>(w, a, rows, tile, scratch),
             (ZeroKind::Code, 32) => spans::<CODE, 1>(w, a, rows, tile, scratch),
             (ZeroKind::Code, _) => spans::<CODE, 2>(w, a, rows, tile, scratch),
             (ZeroKind::Min, 32) => spans::<MIN, 1>(w, a, rows, tile, scratch),
@@ -159,7 +160,7 @@ impl Span<'_> {
         for slot in &self.meta.slot[..self.count] {
             // SAFETY: the caller's promises; a meta row has 64 elements, `strip + N <= 4`.
             unsafe {
-                let t = dots::<Z, HALVES, PACKED, N, R>(w, q, middles, m, ahead);
+                let t = dots::<Z, HALVES, PACKED, N, R>(w, q, middles, ahead);
                 for n in 0..N {
                     for h in 0..2 {
                         let c = (strip + n) * 16 + h * 8;
@@ -178,25 +179,24 @@ impl Span<'_> {
             }
             w = w.wrapping_add(HALVES * 8 * quad_bytes);
             q = q.wrapping_add(m * HALVES * 32);
-            middles = middles.wrapping_add(m * HALVES);
+            middles = middles.wrapping_add(m);
             (sa, sums) = (sa.wrapping_add(m), sums.wrapping_add(m));
         }
     }
 }
 
 /// `sum(q * a)` over one activation block: `[row][strip][low or high 8 rows]`, 8 outputs each.
-/// With the middle code as zero, `sum((q - 8) * a)`: the 16-bit sums start at `middles`, and end in
-/// +-16256 however they wrap on the way.
+/// With `Z` = MID, for blocks of 32, `sum((q - 8) * a)`: the 16-bit sums start at `middles`, and end
+/// within +-16256 however they wrap on the way.
 ///
 /// # Safety
-/// `w`, `a` and `middles` (`m` from half to half) are readable for the block.
+/// `w`, `a` and `middles` are readable for the block.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn dots<const Z: u8, const HALVES: usize, const PACKED: bool, const N: usize, const R: usize>(
     w: *const u8,
     a: *const i8,
     middles: *const i32,
-    m: usize,
     ahead: usize,
 ) -> [[[__m256i; 2]; N]; R] {
     let (zero, ones, low) = (_mm256_setzero_si256(), _mm256_set1_epi16(1), _mm256_set1_epi8(15));
@@ -221,7 +221,7 @@ unsafe fn dots<const Z: u8, const HALVES: usize, const PACKED: bool, const N: us
                     for r in 0..R {
                         let a = quad(a.add(r * 4));
                         if q == 0 && Z == MID {
-                            let start = _mm256_set1_epi32(*middles.add(half * m + r));
+                            let start = _mm256_set1_epi32(*middles.add(r));
                             acc[r][n] = [start; 2];
                         }
                         if q == 0 && Z != MID {

@@ -1,6 +1,7 @@
 //! One block of 32 or 64 floats to int8.
 
 use crate::cpu::acts::{Quantum, TINY};
+use crate::cpu::scalar::middle;
 use std::arch::x86_64::*;
 
 /// # Safety
@@ -25,7 +26,8 @@ pub(crate) unsafe fn block(x: &[f32], to: *mut i8, step: usize) -> Quantum {
         let low = _mm256_packs_epi32(int(0), int(1));
         let high = _mm256_packs_epi32(int(2), int(3));
         let quads = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-        sums[i] = pair_sums(quads);
+        let [low, high] = pair_sums(quads);
+        sums = [sums[0] + low, sums[1] + high];
         // SAFETY: the caller's promise for `to`; the array has the vector's size.
         unsafe {
             if step == 4 {
@@ -39,22 +41,18 @@ pub(crate) unsafe fn block(x: &[f32], to: *mut i8, step: usize) -> Quantum {
             }
         }
     }
-    let halves = sums.map(|s| [s as i16 as i32, s >> 16]);
-    Quantum {
-        scale,
-        sum: halves.as_flattened().iter().sum(),
-        middles: halves.map(|[low, high]| (-8 * low) & 0xffff | (-8 * high) << 16),
-    }
+    Quantum { scale, sum: sums[0] + sums[1], middle: middle(sums) }
 }
 
-/// Sums of 8 quads: their first two values in the low 16 bits, the other two in the high ones.
+/// Sums of 8 quads: over their first two values, and over the other two.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn pair_sums(quads: __m256i) -> i32 {
+fn pair_sums(quads: __m256i) -> [i32; 2] {
     let pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), quads);
     let pairs = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256::<1>(pairs));
     let pairs = _mm_add_epi16(pairs, _mm_shuffle_epi32::<0x4e>(pairs));
-    _mm_cvtsi128_si32(_mm_add_epi16(pairs, _mm_shuffle_epi32::<0xb1>(pairs)))
+    let both = _mm_cvtsi128_si32(_mm_add_epi16(pairs, _mm_shuffle_epi32::<0xb1>(pairs)));
+    [both as i16 as i32, both >> 16]
 }
 
 /// Largest magnitude. As integers, magnitudes order like the floats they are, with infinities and
