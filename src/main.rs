@@ -21,7 +21,7 @@ fn main() -> ExitCode {
                 cause = e.source();
             }
             eprintln!("quern: {text}");
-            ExitCode::FAILURE
+            ExitCode::from(quern::cli::exit_code(&*error))
         }
     }
 }

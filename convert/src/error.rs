@@ -7,6 +7,9 @@ use quern_models::{FormatError, family::FamilyError};
 /// Why a conversion failed. Nothing is left under the output's name.
 #[derive(Debug, thiserror::Error)]
 pub enum ConvertError {
+    /// [`crate::Progress::cancelled`] said so.
+    #[error("interrupted; nothing was written")]
+    Interrupted,
     /// The system refused.
     #[error("{path}: {source}")]
     Io {

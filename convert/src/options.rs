@@ -70,6 +70,10 @@ pub trait Progress {
     fn note(&mut self, text: &str);
     /// One more tensor is done.
     fn step(&mut self, step: &Step<'_>);
+    /// Asked before every tensor: `true` ends the conversion, which then leaves nothing behind.
+    fn cancelled(&self) -> bool {
+        false
+    }
 }
 
 /// Tells nobody.

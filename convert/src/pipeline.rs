@@ -62,6 +62,7 @@ pub fn convert(
     let mut writer = FileWriter::create(out, &meta, plans)?;
     let mut pass = Pass::new(&plan.jobs, Phase::Write);
     for job in &plan.jobs {
+        go_on(progress)?;
         job.write(&mut writer)?;
         pass.done(job, progress);
     }
@@ -73,6 +74,7 @@ pub fn convert(
         file_bytes = file.file_len();
         let mut pass = Pass::new(&plan.jobs, Phase::Verify);
         for job in &plan.jobs {
+            go_on(progress)?;
             let view = file.tensor(&job.target).expect("the writer's plan has every job's tensor");
             verified += job.verify(&view)?;
             pass.done(job, progress);
@@ -81,6 +83,11 @@ pub fn convert(
     writer.finish()?;
     let (rows, seconds) = (rows(&plan.jobs), start.elapsed().as_secs_f64());
     Ok(Report { path: out.into(), method: plan.method, rows, file_bytes, verified, seconds })
+}
+
+/// An error if the caller wants to stop; dropping the writer then removes the temporary file.
+fn go_on(progress: &dyn Progress) -> Result<(), ConvertError> {
+    if progress.cancelled() { Err(ConvertError::Interrupted) } else { Ok(()) }
 }
 
 /// Everything decided before the first byte is written.

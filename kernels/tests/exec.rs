@@ -68,7 +68,9 @@ fn model(name: &str, linear: Scheme, embed: Scheme, tied: bool) -> Arc<ModelFile
         let mut bytes = vec![];
         let size = 3.0 / (k as f32).sqrt();
         match plan.scheme {
-            Scheme::Float(t) => (0..n * k).for_each(|_| t.push(if n == 1 { 1.0 + random() } else { random() * size }, &mut bytes)),
+            Scheme::Float(t) => {
+                (0..n * k).for_each(|_| t.push(if n == 1 { 1.0 + random() } else { random() * size }, &mut bytes))
+            }
             Scheme::Int { bits, zero, scale, .. } => {
                 let grid = if bits == 4 { 8.0 } else { 128.0 };
                 while bytes.len() < planes.codes.1 as usize {
@@ -119,9 +121,19 @@ fn run(executor: &mut CpuExecutor, tokens: &[u32], sizes: &[usize], others: usiz
         let mut chunks = vec![];
         for (o, table) in other.iter().enumerate() {
             let start = (step * (o + 1)).min(24);
-            chunks.push(Chunk { tokens: &tokens[o..o + 1 + o % 3], start, blocks: table, output: Output::Logits { from: 0 } });
+            chunks.push(Chunk {
+                tokens: &tokens[o..o + 1 + o % 3],
+                start,
+                blocks: table,
+                output: Output::Logits { from: 0 },
+            });
         }
-        chunks.push(Chunk { tokens: &tokens[at..at + n], start: at, blocks: &blocks, output: Output::Logits { from: 0 } });
+        chunks.push(Chunk {
+            tokens: &tokens[at..at + n],
+            start: at,
+            blocks: &blocks,
+            output: Output::Logits { from: 0 },
+        });
         let ticket = executor.submit(&Plan { chunks }).unwrap();
         let ChunkOutput::Logits(rows) = executor.collect(ticket).unwrap().pop().unwrap() else { panic!("no logits") };
         logits.extend(rows);
@@ -168,14 +180,24 @@ fn exact_mode_equals_the_oracle() {
 #[test]
 fn logits_do_not_depend_on_the_company() {
     let tokens = tokens(150);
-    for (name, scheme) in [("inv4", int(4, 64, ZeroKind::Mid)), ("inv8", int(8, 32, ZeroKind::Code)), ("invf", Scheme::Float(FloatType::F16))] {
+    for (name, scheme) in [
+        ("inv4", int(4, 64, ZeroKind::Mid)),
+        ("inv8", int(8, 32, ZeroKind::Code)),
+        ("invf", Scheme::Float(FloatType::F16)),
+    ] {
         let file = model(name, scheme, int(8, 32, ZeroKind::Mid), true);
         for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::F32)] {
             let want = run(&mut executor(&file, mode, kv, 1), &tokens, &[1], 0);
-            for (threads, sizes, others) in [(1, &[150][..], 0), (2, &[150], 3), (2, &[1], 5), (3, &[64, 7, 1], 1), (2, &[17, 40], 4)] {
+            for (threads, sizes, others) in
+                [(1, &[150][..], 0), (2, &[150], 3), (2, &[1], 5), (3, &[64, 7, 1], 1), (2, &[17, 40], 4)]
+            {
                 let got = run(&mut executor(&file, mode, kv, threads), &tokens, sizes, others);
                 let same = got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits());
-                assert!(same, "{name} {mode:?}: {threads} threads, chunks {sizes:?}, {others} others: {:e}", deviation(&got, &want));
+                assert!(
+                    same,
+                    "{name} {mode:?}: {threads} threads, chunks {sizes:?}, {others} others: {:e}",
+                    deviation(&got, &want)
+                );
             }
         }
     }

@@ -4,11 +4,16 @@ use std::{
     error::Error,
     io::{IsTerminal, Write, stderr},
     path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
 use clap::{Args, ValueEnum};
 use quern_convert::{Options, Phase, Progress, Quant, Report, Step, convert, grouped};
+use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::{print, size};
 
@@ -67,7 +72,7 @@ impl From<QuantArg> for Quant {
 
 fn group(text: &str) -> Result<usize, String> {
     let group: usize = text.parse().map_err(|_| "expected a number".to_string())?;
-    if group == 0 || group % 32 != 0 || group > 1 << 16 {
+    if group == 0 || !group.is_multiple_of(32) || group > 1 << 16 {
         return Err("expected a multiple of 32 up to 65536".into());
     }
     Ok(group)
@@ -86,7 +91,11 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
         lm_head: args.lm_head.map(Quant::from),
         force: args.force,
     };
-    let mut line = Line::new();
+    let interrupted = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, interrupted.clone()).map_err(|e| format!("signal handler: {e}"))?;
+    }
+    let mut line = Line::new(interrupted);
     let result = convert(&args.source, &out, &options, &mut line);
     line.clear();
     print(&closing(&result?))
@@ -126,14 +135,16 @@ fn closing(report: &Report) -> String {
 
 /// One line on a terminal, rewritten in place; nothing elsewhere but the notes.
 struct Line {
+    /// Set by Ctrl-C and SIGTERM.
+    interrupted: Arc<AtomicBool>,
     terminal: bool,
     phase: Option<(Phase, Instant)>,
     drawn: Option<Instant>,
 }
 
 impl Line {
-    fn new() -> Line {
-        Line { terminal: stderr().is_terminal(), phase: None, drawn: None }
+    fn new(interrupted: Arc<AtomicBool>) -> Line {
+        Line { interrupted, terminal: stderr().is_terminal(), phase: None, drawn: None }
     }
 
     fn clear(&mut self) {
@@ -145,6 +156,10 @@ impl Line {
 }
 
 impl Progress for Line {
+    fn cancelled(&self) -> bool {
+        self.interrupted.load(Ordering::Relaxed)
+    }
+
     fn note(&mut self, text: &str) {
         self.clear();
         let _ = writeln!(stderr(), "note: {text}");

@@ -1,11 +1,17 @@
 //! `quern eval`: logits for comparison with other programs.
 
-use std::{error::Error, fs::File, io::{BufWriter, Write}, path::PathBuf, sync::Arc};
+use std::{
+    error::Error,
+    fs::File,
+    io::{BufWriter, Write},
+    path::PathBuf,
+    sync::Arc,
+};
 
 use clap::Args;
 use quern_kernels::exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, Executor, Output, Plan};
 
-use super::{Activations, Kv, open, print};
+use super::{Activations, Kv, open, print, threads};
 
 /// Flags of `quern eval`.
 #[derive(Debug, Args)]
@@ -25,8 +31,8 @@ pub struct EvalArgs {
     #[arg(long, value_enum, default_value = "f16")]
     kv: Kv,
     /// Threads [default: all cores]
-    #[arg(short, long, default_value_t = 0, hide_default_value = true)]
-    threads: usize,
+    #[arg(short, long, value_parser = threads)]
+    threads: Option<usize>,
 }
 
 /// Runs the command.
@@ -41,7 +47,12 @@ pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
         return Err(format!("--ids: token {bad}, the vocabulary has {vocab} tokens").into());
     }
     let blocks: Vec<u32> = (0..ids.len().div_ceil(16) as u32).collect();
-    let options = CpuOptions { threads: args.threads, blocks: blocks.len(), mode: args.activations.into(), kv: args.kv.into() };
+    let options = CpuOptions {
+        threads: args.threads.unwrap_or(0),
+        blocks: blocks.len(),
+        mode: args.activations.into(),
+        kv: args.kv.into(),
+    };
     let mut executor = CpuExecutor::new(Arc::new(file), options)?;
     let failed = |e: std::io::Error| format!("{}: {e}", args.logits.display());
     let mut out = BufWriter::new(File::create(&args.logits).map_err(failed)?);
@@ -71,13 +82,15 @@ fn parse_ids(text: &str) -> Result<Vec<u32>, Box<dyn Error>> {
         None => text.to_string(),
     };
     let id = |t: &str| t.parse::<u32>().map_err(|_| format!("--ids: {t:?} is not a token id"));
-    let ids = text.split([',', ' ', '\n', '\r', '\t']).filter(|t| !t.is_empty()).map(id).collect::<Result<Vec<_>, _>>()?;
+    let ids =
+        text.split([',', ' ', '\n', '\r', '\t']).filter(|t| !t.is_empty()).map(id).collect::<Result<Vec<_>, _>>()?;
     if ids.is_empty() { Err("--ids: at least one token id is needed".into()) } else { Ok(ids) }
 }
 
 /// Length and JSON of a file with one f32 tensor; the format is that of the safetensors library.
 fn safetensors_header(rows: usize, vocab: usize) -> Vec<u8> {
-    let json = format!(r#"{{"logits":{{"dtype":"F32","shape":[{rows},{vocab}],"data_offsets":[0,{}]}}}}"#, rows * vocab * 4);
+    let json =
+        format!(r#"{{"logits":{{"dtype":"F32","shape":[{rows},{vocab}],"data_offsets":[0,{}]}}}}"#, rows * vocab * 4);
     // Padded with spaces so that the data is aligned.
     let len = json.len().next_multiple_of(8);
     let mut header = (len as u64).to_le_bytes().to_vec();

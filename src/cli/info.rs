@@ -30,7 +30,8 @@ pub struct InfoArgs {
 /// Runs the command.
 pub fn main(args: InfoArgs) -> Result<(), Box<dyn Error>> {
     let file = open(&args.file)?;
-    let verified = if args.verify { Some(file.verify().map_err(|e| format!("{}: {e}", args.file.display()))?) } else { None };
+    let verified =
+        if args.verify { Some(file.verify().map_err(|e| format!("{}: {e}", args.file.display()))?) } else { None };
     if args.json {
         let mut all = json!({
             "file": args.file.display().to_string(),
@@ -45,10 +46,12 @@ pub fn main(args: InfoArgs) -> Result<(), Box<dyn Error>> {
             })).collect::<Vec<_>>(),
         });
         if args.tensors {
-            let one = |t: &quern_models::TensorInfo| json!({
-                "name": t.name, "shape": t.dims, "scheme": t.scheme.to_string(), "offset": t.offset,
-                "bytes": t.len, "xxh3": format!("{:016x}", t.hash),
-            });
+            let one = |t: &quern_models::TensorInfo| {
+                json!({
+                    "name": t.name, "shape": t.dims, "scheme": t.scheme.to_string(), "offset": t.offset,
+                    "bytes": t.len, "xxh3": format!("{:016x}", t.hash),
+                })
+            };
             all["tensors"] = file.tensors().iter().map(one).collect();
         }
         if let Some(v) = verified {
@@ -95,16 +98,40 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
     let weights: u64 = schemes.values().map(|t| t.weights).sum();
     let bytes: u64 = schemes.values().map(|t| t.bytes).sum();
     let mut s = String::new();
-    writeln!(s, "{name}: {}, {:.1} M weights, {:.2} bits each", size(file.file_len()), weights as f64 / 1e6, bytes as f64 * 8.0 / weights as f64)?;
+    writeln!(
+        s,
+        "{name}: {}, {:.1} M weights, {:.2} bits each",
+        size(file.file_len()),
+        weights as f64 / 1e6,
+        bytes as f64 * 8.0 / weights as f64
+    )?;
     let Attn::Gqa { heads, kv_heads, head_dim, .. } = spec.layers[0].attn;
     let Mlp::Gated { inner, .. } = spec.layers[0].mlp;
-    writeln!(s, "model        {}, {} layers, hidden {}, {heads}/{kv_heads} heads of {head_dim}, inner {inner}, vocabulary {}, context {}", spec.family, spec.layers.len(), spec.hidden, spec.vocab, spec.max_context)?;
+    writeln!(
+        s,
+        "model        {}, {} layers, hidden {}, {heads}/{kv_heads} heads of {head_dim}, inner {inner}, vocabulary {}, context {}",
+        spec.family,
+        spec.layers.len(),
+        spec.hidden,
+        spec.vocab,
+        spec.max_context
+    )?;
     for (scheme, t) in &schemes {
-        writeln!(s, "weights      {scheme:20} {:>4} tensors {:>8.1} M weights {:>10}", t.tensors, t.weights as f64 / 1e6, size(t.bytes))?;
+        writeln!(
+            s,
+            "weights      {scheme:20} {:>4} tensors {:>8.1} M weights {:>10}",
+            t.tensors,
+            t.weights as f64 / 1e6,
+            size(t.bytes)
+        )?;
     }
     let text = |p: bool, yes: String| if p { yes } else { "none".into() };
     writeln!(s, "head         {}", if spec.tied_head { "tied to the embedding" } else { "its own" })?;
-    writeln!(s, "tokenizer    {}", text(file.tokenizer_json().is_some(), size(file.tokenizer_json().map_or(0, <[u8]>::len) as u64)))?;
+    writeln!(
+        s,
+        "tokenizer    {}",
+        text(file.tokenizer_json().is_some(), size(file.tokenizer_json().map_or(0, <[u8]>::len) as u64))
+    )?;
     writeln!(s, "template     {}", text(file.chat_template().is_some(), "chat".into()))?;
     writeln!(s, "defaults     {}", serde_json::to_string(file.generation()).unwrap_or_default())?;
     writeln!(s, "from         {}", file.provenance())?;

@@ -73,12 +73,35 @@ impl From<Kv> for KvType {
 /// Runs the command that was typed.
 pub fn main(cli: Cli) -> Result<(), Box<dyn Error>> {
     match cli.command {
-        Command::Convert(args) => convert::main(args).map_err(Into::into),
+        Command::Convert(args) => convert::main(args),
         Command::Run(args) => run::main(args).map_err(Into::into),
         Command::Bench(args) => bench::main(args),
         Command::Eval(args) => eval::main(args),
         Command::Info(args) => info::main(args),
     }
+}
+
+/// A command line that cannot be meant; exit status 2, as for one that cannot be parsed.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Usage(pub String);
+
+/// Exit status of an error.
+pub fn exit_code(error: &(dyn Error + 'static)) -> u8 {
+    let flag = matches!(error.downcast_ref(), Some(run::RunError::Flag { .. }));
+    if flag || error.is::<Usage>() { 2 } else { 1 }
+}
+
+/// Most threads that can be asked for.
+const MAX_THREADS: usize = 1024;
+
+fn threads(text: &str) -> Result<usize, String> {
+    let n = text.parse().ok().filter(|n| (1..=MAX_THREADS).contains(n));
+    n.ok_or_else(|| format!("expected a number of threads from 1 to {MAX_THREADS}"))
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "expected a whole number of at least 1".into())
 }
 
 /// Opens a model file; the message names it once.
@@ -94,7 +117,7 @@ pub fn print(text: &str) -> Result<(), Box<dyn Error>> {
     use std::io::Write;
     match std::io::stdout().write_all(text.as_bytes()) {
         Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
-        result => Ok(result?),
+        result => result.map_err(|e| format!("stdout: {e}").into()),
     }
 }
 

@@ -138,7 +138,12 @@ impl Engine {
             } else {
                 Output::None
             };
-            plan.chunks.push(Chunk { tokens: &s.tokens[s.computed..end], start: s.computed, blocks: &s.blocks, output });
+            plan.chunks.push(Chunk {
+                tokens: &s.tokens[s.computed..end],
+                start: s.computed,
+                blocks: &s.blocks,
+                output,
+            });
         }
         let failed = |e| EngineError::Backend(Box::new(e));
         let ticket = self.executor.submit(&plan).map_err(failed)?;

@@ -175,6 +175,13 @@ impl Source {
         if map.starts_with(b"GGUF") {
             return Ok(Source::Gguf { path: path.into(), map });
         }
+        if map.starts_with(&quern_models::format::MAGIC) {
+            return Err(ConvertError::Source {
+                path: path.into(),
+                what: "a .qrn file, the result of a conversion".into(),
+                next: "use it as it is, or give the checkpoint it was made from".into(),
+            });
+        }
         refuse_pickle(path, &map)?;
         let dir = match path.parent() {
             Some(p) if !p.as_os_str().is_empty() => p,

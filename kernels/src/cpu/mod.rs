@@ -10,9 +10,9 @@ mod buf;
 pub mod isa;
 pub mod kv;
 pub mod lanes;
+pub mod linear;
 #[cfg(target_arch = "aarch64")]
 mod neon;
-pub mod linear;
 pub mod ops;
 pub mod probe;
 mod scalar;

@@ -106,7 +106,14 @@ struct ThreadBuffers {
 }
 
 impl Forward {
-    pub(super) fn new(file: Arc<ModelFile>, kv: KvMemory, mode: Mode, team: Team, isa: &'static Isa, simd: Simd) -> Self {
+    pub(super) fn new(
+        file: Arc<ModelFile>,
+        kv: KvMemory,
+        mode: Mode,
+        team: Team,
+        isa: &'static Isa,
+        simd: Simd,
+    ) -> Self {
         let index = |name: &str| file.index(name).expect("ModelFile::open checked every tensor of the spec");
         let vector = |name: &str| {
             let view = file.view(index(name));
@@ -241,7 +248,13 @@ impl Forward {
             let to = unsafe { out.part(row * stride + at..row * stride + at + tile.len()) };
             to.copy_from_slice(tile);
         };
-        let mut run = Linear { isa: self.isa, mode: self.mode, team: &self.team, regions: &mut self.regions, threads: &mut self.bufs.threads };
+        let mut run = Linear {
+            isa: self.isa,
+            mode: self.mode,
+            team: &self.team,
+            regions: &mut self.regions,
+            threads: &mut self.bufs.threads,
+        };
         run.linears(&weights, &self.bufs.acts, &store);
     }
 
@@ -319,7 +332,13 @@ impl Forward {
             ops::add(simd, to, tile);
         };
         let acts = if inner { &self.bufs.inner } else { &self.bufs.acts };
-        let mut run = Linear { isa: self.isa, mode: self.mode, team: &self.team, regions: &mut self.regions, threads: &mut self.bufs.threads };
+        let mut run = Linear {
+            isa: self.isa,
+            mode: self.mode,
+            team: &self.team,
+            regions: &mut self.regions,
+            threads: &mut self.bufs.threads,
+        };
         run.linears(std::slice::from_ref(w), acts, &add);
     }
 
@@ -383,7 +402,13 @@ impl Forward {
             let to = unsafe { out.part(row * vocab + at..row * vocab + at + tile.len()) };
             to.copy_from_slice(tile);
         };
-        let mut run = Linear { isa: self.isa, mode: self.mode, team: &self.team, regions: &mut self.regions, threads: &mut self.bufs.threads };
+        let mut run = Linear {
+            isa: self.isa,
+            mode: self.mode,
+            team: &self.team,
+            regions: &mut self.regions,
+            threads: &mut self.bufs.threads,
+        };
         run.linears(std::slice::from_ref(&w), &self.bufs.acts, &store);
         &mut self.bufs.logits
     }
@@ -430,7 +455,13 @@ impl Linear<'_> {
     ///
     /// Few rows: a contiguous share of the panels per thread, as the memory likes it. Many: units of
     /// up to 64 rows, taken by whoever is free.
-    fn units(team: &Team, regions: &mut usize, panels: usize, m: usize, f: &(dyn Fn(usize, usize, Range<usize>) + Sync)) {
+    fn units(
+        team: &Team,
+        regions: &mut usize,
+        panels: usize,
+        m: usize,
+        f: &(dyn Fn(usize, usize, Range<usize>) + Sync),
+    ) {
         if m <= FEW_ROWS {
             Forward::region(team, regions, &|t| split(panels, team.threads(), t).for_each(|p| f(t, p, 0..m)));
             return;

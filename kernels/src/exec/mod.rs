@@ -102,7 +102,9 @@ pub enum ExecError {
     #[error("ticket {0} is not there to be collected")]
     Ticket(u64),
     /// The KV cache does not fit into memory.
-    #[error("the KV cache needs {bytes} bytes ({blocks} blocks of 16 tokens), which cannot be had; ask for a smaller context")]
+    #[error(
+        "the KV cache needs {bytes} bytes ({blocks} blocks of 16 tokens), which cannot be had; ask for a smaller context"
+    )]
     Memory {
         /// Bytes asked.
         bytes: usize,

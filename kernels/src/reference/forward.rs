@@ -25,7 +25,8 @@ pub fn logits(file: &ModelFile, tokens: &[u32]) -> Vec<f32> {
         let Mlp::Gated { act: Act::Silu, .. } = layer.mlp;
         let (gate, up) = (linear(&at("gate"), &normed), linear(&at("up"), &normed));
         let silu = |g: f32| g as f64 / (1.0 + (-g as f64).exp());
-        let product = |(g, u): (&Vec<f32>, &Vec<f32>)| g.iter().zip(u).map(|(&g, &u)| (silu(g) * u as f64) as f32).collect();
+        let product =
+            |(g, u): (&Vec<f32>, &Vec<f32>)| g.iter().zip(u).map(|(&g, &u)| (silu(g) * u as f64) as f32).collect();
         add(&mut x, &linear(&at("down"), &gate.iter().zip(&up).map(product).collect::<Vec<Vec<f32>>>()));
     }
     let head = if spec.tied_head { embed } else { tensor("head") };
@@ -78,7 +79,8 @@ fn attention(attn: &Attn, mut q: Vec<Vec<f32>>, mut k: Vec<Vec<f32>>, v: &[Vec<f
     for (t, out) in out.iter_mut().enumerate() {
         for h in 0..heads {
             let kv = h / (heads / kv_heads) * d;
-            let dot = |s: usize| (0..d).map(|i| q[t][h * d + i] as f64 * k[s][kv + i] as f64).sum::<f64>() * scale as f64;
+            let dot =
+                |s: usize| (0..d).map(|i| q[t][h * d + i] as f64 * k[s][kv + i] as f64).sum::<f64>() * scale as f64;
             let scores: Vec<f64> = (0..=t).map(dot).collect();
             let max = scores.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
             let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();

@@ -13,7 +13,7 @@ use quern_kernels::{
 };
 use quern_models::ModelFile;
 
-use super::{Activations, Kv, open, print};
+use super::{Activations, Kv, open, positive, print, threads};
 use rows::{Measured, Test};
 
 /// Flags of `quern bench`.
@@ -38,13 +38,13 @@ pub struct BenchArgs {
     #[arg(short, long, value_delimiter = ',', default_value = "0")]
     depth: Vec<usize>,
     /// Sequences that generate at the same time
-    #[arg(short, long, value_delimiter = ',', default_value = "1")]
+    #[arg(short, long, value_delimiter = ',', default_value = "1", value_parser = positive)]
     batch: Vec<usize>,
     /// Threads [default: all cores]
-    #[arg(short, long, value_delimiter = ',')]
+    #[arg(short, long, value_delimiter = ',', value_parser = threads)]
     threads: Vec<usize>,
     /// Measured repetitions of each test, after one that warms up
-    #[arg(short, long, default_value_t = 5)]
+    #[arg(short, long, default_value_t = 5, value_parser = positive)]
     repetitions: usize,
     /// Activations of integer weights
     #[arg(long, value_enum, default_value = "int8")]
@@ -67,13 +67,6 @@ enum Format {
 
 /// Runs the command.
 pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
-    let zero = |name: &str, values: &[usize]| match values.contains(&0) {
-        true => Err(format!("--{name}: at least 1 is needed")),
-        false => Ok(()),
-    };
-    zero("batch", &args.batch)?;
-    zero("threads", &args.threads)?;
-    zero("repetitions", &[args.repetitions])?;
     let (name, file) = match (&args.file, &args.synthetic) {
         (Some(path), _) => {
             let name = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
@@ -129,11 +122,16 @@ fn markdown(name: &str, file: &ModelFile, all: &[Measured]) -> String {
     s += "| threads | test | tokens/s | ± | GB/s of weights+KV | % of read bandwidth | peak memory MB |\n";
     s += "|--:|:--|--:|--:|--:|--:|--:|\n";
     for m in all {
-        let share = m.bytes_per_second.map_or("".into(), |b| format!("{:.1} | {:.0}", b / 1e9, 100.0 * b / m.bandwidth));
+        let share =
+            m.bytes_per_second.map_or("".into(), |b| format!("{:.1} | {:.0}", b / 1e9, 100.0 * b / m.bandwidth));
         let share = if share.is_empty() { " | ".into() } else { share };
         s += &format!(
             "| {} | {} | {:.1} | {:.1} | {share} | {:.0} |\n",
-            m.threads, m.test, m.median, m.deviation, m.peak_memory as f64 / 1e6
+            m.threads,
+            m.test,
+            m.median,
+            m.deviation,
+            m.peak_memory as f64 / 1e6
         );
     }
     s + "\nMedian of the repetitions ± their standard deviation; ppN: a prompt of N tokens, tgN: N tokens generated,\n@ dN: with N tokens in the cache, x N: N sequences at once (tokens of all). Read bandwidth measured in this run.\n"

@@ -125,7 +125,13 @@ fn token(i: usize, vocab: u32) -> u32 {
     (i as u32).wrapping_mul(2654435761) % vocab
 }
 
-fn prompt(executor: &mut CpuExecutor, blocks: &[u32], start: usize, tokens: usize, vocab: u32) -> Result<(), Box<dyn Error>> {
+fn prompt(
+    executor: &mut CpuExecutor,
+    blocks: &[u32],
+    start: usize,
+    tokens: usize,
+    vocab: u32,
+) -> Result<(), Box<dyn Error>> {
     let ids: Vec<u32> = (start..start + tokens).map(|i| token(i, vocab)).collect();
     let greedy = SamplingParams::greedy();
     let mut history: Vec<u32> = (0..start).map(|i| token(i, vocab)).collect();
@@ -133,14 +139,21 @@ fn prompt(executor: &mut CpuExecutor, blocks: &[u32], start: usize, tokens: usiz
         let start = history.len();
         history.extend(tokens);
         let from = tokens.len() - 1;
-        let output = Output::Tokens { from, params: &greedy, history: &history, prompt_len: history.len(), logprobs: None };
+        let output =
+            Output::Tokens { from, params: &greedy, history: &history, prompt_len: history.len(), logprobs: None };
         let ticket = executor.submit(&Plan { chunks: vec![Chunk { tokens, start, blocks, output }] })?;
         executor.collect(ticket)?;
     }
     Ok(())
 }
 
-fn generate(executor: &mut CpuExecutor, tables: &[Vec<u32>], depth: usize, tokens: usize, vocab: u32) -> Result<(), Box<dyn Error>> {
+fn generate(
+    executor: &mut CpuExecutor,
+    tables: &[Vec<u32>],
+    depth: usize,
+    tokens: usize,
+    vocab: u32,
+) -> Result<(), Box<dyn Error>> {
     let greedy = SamplingParams::greedy();
     let ids: Vec<u32> = (0..depth + tokens).map(|i| token(i, vocab)).collect();
     for start in depth..depth + tokens {

@@ -24,7 +24,10 @@ fn config(shape: &str) -> Result<Value, Box<dyn Error>> {
             let text = std::fs::read_to_string(path).map_err(|e| format!("--synthetic: {path}: {e}"))?;
             Ok(serde_json::from_str(&text).map_err(|e| format!("--synthetic: {path}: {e}"))?)
         }
-        other => Err(format!("--synthetic: {other:?} is not llama-1b, llama-3b, llama-8b or a file that ends in .json").into()),
+        other => {
+            Err(format!("--synthetic: {other:?} is not llama-1b, llama-3b, llama-8b or a file that ends in .json")
+                .into())
+        }
     }
 }
 
@@ -40,7 +43,8 @@ pub fn model(shape: &str, group: u32) -> Result<ModelFile, Box<dyn Error>> {
         _ => Scheme::Int { bits: 4, group, zero: ZeroKind::Mid, scale: FloatType::F16 },
     };
     let needed = plan.spec.tensors().into_iter();
-    let plans: Vec<_> = needed.map(|t| TensorPlan { scheme: scheme(&t.name, &t.dims), name: t.name, dims: t.dims }).collect();
+    let plans: Vec<_> =
+        needed.map(|t| TensorPlan { scheme: scheme(&t.name, &t.dims), name: t.name, dims: t.dims }).collect();
     let meta = Meta {
         spec: plan.spec,
         tokenizer: None,

@@ -165,7 +165,9 @@ pub(super) fn answer<G: Generator>(
                     }
                 }
                 Event::Finished { request, finish: how } if request == id => finish = Some(how),
-                Event::Failed { request, error } if request == id => return Err(crate::engine::EngineError::from(error).into()),
+                Event::Failed { request, error } if request == id => {
+                    return Err(crate::engine::EngineError::from(error).into());
+                }
                 _ => {} // of a request that was given up
             }
         }

@@ -9,7 +9,7 @@ use quern_models::Generation;
 use serde_json::{Map, Value};
 
 use super::RunError;
-use crate::cli::{Activations, Kv};
+use crate::cli::{Activations, Kv, threads};
 
 /// Flags of `quern run`.
 #[derive(Debug, Args)]
@@ -78,8 +78,8 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, help_heading = "Engine")]
     pub ctx: usize,
     /// Threads [default: all cores]
-    #[arg(short, long, value_name = "N", default_value_t = 0, hide_default_value = true, help_heading = "Engine")]
-    pub threads: usize,
+    #[arg(short, long, value_name = "N", value_parser = threads, help_heading = "Engine")]
+    pub threads: Option<usize>,
     /// Activations of integer weights
     #[arg(long, value_enum, default_value = "int8", help_heading = "Engine")]
     pub activations: Activations,
@@ -94,7 +94,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "IN.jsonl", requires = "out", conflicts_with = "from", help_heading = "Output")]
     pub batch: Option<PathBuf>,
     /// Where the answers of --batch go; rows that are there already are skipped
-    #[arg(long, value_name = "OUT.jsonl", requires = "batch", help_heading = "Output")]
+    #[arg(long, value_name = "OUT.jsonl", requires = "batch", conflicts_with = "from", help_heading = "Output")]
     pub out: Option<PathBuf>,
 }
 

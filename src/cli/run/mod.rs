@@ -121,7 +121,7 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
         text = text.raw();
     }
     let options = EngineOptions {
-        threads: args.threads,
+        threads: args.threads.unwrap_or(0),
         context: args.ctx,
         sequences: if args.batch.is_some() { batch::IN_FLIGHT } else { 1 },
         activations: args.activations.into(),
