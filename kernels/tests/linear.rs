@@ -100,7 +100,9 @@ fn check_int(bits: u8, group: u32, zero: ZeroKind, scale: FloatType) {
     for (n, k) in SHAPES {
         let w = Packed::random(&mut rng, n, k, scheme);
         let x: Vec<f32> = (0..ROWS * k).map(|_| rng.float() * 3.0).collect();
-        check(&w, &x, Mode::Int8, Forms::of(scheme, Mode::Int8));
+        for block in [32, 64].into_iter().filter(|b| group % b == 0) {
+            check(&w, &x, Mode::Int8, Forms { floats: false, block: Some(block as usize) });
+        }
         check(&w, &x, Mode::F32, Forms::of(scheme, Mode::F32));
     }
 }
@@ -124,7 +126,7 @@ fn int8_equals_the_reference() {
 }
 
 #[test]
-fn a_smaller_block_than_the_group_needs_is_allowed() {
+fn both_forms_in_one_buffer() {
     let mut rng = Rng(5);
     for (bits, group) in [(4, 64), (8, 128)] {
         let scheme = int(bits, group, ZeroKind::Code, FloatType::F16);
