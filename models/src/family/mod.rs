@@ -95,3 +95,77 @@ pub fn plan(config: &serde_json::Value) -> Result<FamilyPlan, FamilyError> {
     plan.spec.check().map_err(|e| FamilyError::Spec(e.to_string()))?;
     Ok(plan)
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::spec::{Attn, RopeScaling};
+
+    fn config(change: Value) -> Value {
+        let mut config = json!({
+            "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 256, "rope_theta": 500000.0, "tie_word_embeddings": true,
+        });
+        for (key, value) in change.as_object().into_iter().flatten() {
+            config[key] = value.clone();
+        }
+        config
+    }
+
+    fn rope(change: Value) -> crate::spec::Rope {
+        let Attn::Gqa { rope, .. } = plan(&config(change)).unwrap().spec.layers.remove(0).attn;
+        rope
+    }
+
+    #[test]
+    fn rules_and_spec_name_the_same_tensors() {
+        for tied in [true, false] {
+            let mut plan = plan(&config(json!({}))).unwrap();
+            assert!(plan.spec.tied_head && plan.warnings.is_empty());
+            plan.set_tied(tied);
+            let mut rules: Vec<_> = plan.rules.iter().map(|r| r.target.clone()).collect();
+            let mut needed: Vec<_> = plan.spec.tensors().into_iter().map(|t| t.name).collect();
+            rules.sort();
+            needed.sort();
+            assert_eq!(rules, needed);
+        }
+    }
+
+    #[test]
+    fn rope_is_read_in_the_old_and_the_new_way() {
+        assert_eq!(rope(json!({})), crate::spec::Rope { theta: 500000.0, scaling: RopeScaling::None });
+        let new = json!({"rope_theta": null, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}});
+        assert_eq!(rope(new).theta, 20000.0);
+        let linear = rope(json!({"rope_scaling": {"type": "linear", "factor": 4}}));
+        assert_eq!(linear.scaling, RopeScaling::Linear { factor: 4.0 });
+        let llama3 = json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}});
+        assert!(matches!(rope(llama3).scaling, RopeScaling::Llama3 { original_context: 8192, .. }));
+    }
+
+    #[test]
+    fn what_would_change_the_mathematics_is_refused_by_name() {
+        for (change, words) in [
+            (json!({"model_type": "mamba"}), "model_type \"mamba\""),
+            (json!({"attention_bias": true}), "attention_bias is true"),
+            (json!({"hidden_act": "gelu"}), "hidden_act"),
+            (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"),
+            (json!({"rope_scaling": {"type": "yarn", "factor": 2}}), "rope_type"),
+            (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling.factor"),
+            (json!({"rope_scaling": "linear"}), "rope_scaling: expected an object"),
+            (json!({"hidden_size": "64"}), "hidden_size"),
+            (json!({"num_hidden_layers": 1_000_000_000}), "num_hidden_layers"),
+            (json!({"num_key_value_heads": 3}), "kv_heads"),
+            (json!({"head_dim": 7}), "head_dim"),
+        ] {
+            let error = plan(&config(change)).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+        assert!(plan(&json!([])).is_err());
+        let plan = plan(&config(json!({"mlp_bias": false, "brand_new_key": 3}))).unwrap();
+        assert!(plan.warnings.len() == 1 && plan.warnings[0].contains("brand_new_key"));
+    }
+}
