@@ -12,7 +12,7 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 status=0
 # Skipped tests print a line; --show-output lets it through.
-{ cargo test --workspace -- --show-output 2>&1 || echo "TESTS FAILED"; } | tee "$log" | grep -v "^$" || true
+{ cargo test --workspace --no-fail-fast -- --show-output 2>&1 || echo "TESTS FAILED"; } | tee "$log" | grep -v "^$" || true
 grep -q "^TESTS FAILED" "$log" && status=1
 passed=$(grep -E "^test result:" "$log" | sed -E 's/.* ([0-9]+) passed.*/\1/' | awk '{s+=$1} END {print s+0}')
 failed=$(grep -E "^test result:" "$log" | sed -E 's/.* ([0-9]+) failed.*/\1/' | awk '{s+=$1} END {print s+0}')

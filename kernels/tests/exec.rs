@@ -146,7 +146,9 @@ fn run(executor: &mut CpuExecutor, tokens: &[u32], sizes: &[usize], others: usiz
 fn deviation(got: &[f32], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len());
     let (min, max) = want.iter().fold((f32::MAX, f32::MIN), |(a, b), &x| (a.min(x), b.max(x)));
-    got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / (max - min)
+    // A NaN is as far away as can be; `f32::max` would skip it.
+    let far = |d: f32| if d.is_nan() { f32::INFINITY } else { d };
+    got.iter().zip(want).map(|(a, b)| far((a - b).abs())).fold(0.0, f32::max) / (max - min)
 }
 
 #[test]
@@ -188,6 +190,7 @@ fn logits_do_not_depend_on_the_company() {
         let file = model(name, scheme, int(8, 32, ZeroKind::Mid), true);
         for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::F32)] {
             let want = run(&mut executor(&file, mode, kv, 1), &tokens, &[1], 0);
+            assert!(want.iter().all(|x| x.is_finite()));
             for (threads, sizes, others) in
                 [(1, &[150][..], 0), (2, &[150], 3), (2, &[1], 5), (3, &[64, 7, 1], 1), (2, &[17, 40], 4)]
             {
@@ -229,6 +232,25 @@ fn sampled_tokens_follow_the_logits_and_the_seed() {
     assert_eq!(ask(&warm), ask(&warm));
     let other = SamplingParams { seed: 6, ..warm.clone() };
     assert_ne!(ask(&warm), ask(&other));
+}
+
+#[test]
+fn a_cache_that_cannot_be_had_is_refused() {
+    let file = model("memory", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    let options = CpuOptions { threads: 1, blocks: 1 << 36, mode: Mode::Int8, kv: KvType::F32 };
+    assert!(matches!(CpuExecutor::new(file, options), Err(ExecError::Memory { .. })));
+}
+
+/// What ARCHITECTURE.md says about a decoding step: five regions a layer and one for the head.
+#[test]
+fn a_decoding_step_has_five_regions_a_layer() {
+    let file = model("regions", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    let mut executor = executor(&file, Mode::Int8, KvType::F16, 2);
+    run(&mut executor, &tokens(20), &[20], 0);
+    let before = executor.regions();
+    let chunk = Chunk { tokens: &[1], start: 20, blocks: &[3, 8], output: Output::Logits { from: 0 } };
+    executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
+    assert_eq!(executor.regions() - before, 2 * 5 + 1);
 }
 
 #[test]

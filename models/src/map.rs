@@ -25,12 +25,6 @@ impl Mapped {
         let map = unsafe { memmap2::Mmap::map(&file)? };
         Ok(Mapped { map })
     }
-
-    /// Tells the kernel that the file will be read from front to back soon.
-    pub fn will_read(&self) {
-        // Advice only: where it is not supported, reading works all the same.
-        let _ = self.map.advise(memmap2::Advice::WillNeed);
-    }
 }
 
 impl Deref for Mapped {

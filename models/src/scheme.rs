@@ -66,21 +66,6 @@ pub struct Planes {
 }
 
 impl Scheme {
-    /// Average bits per weight of an `[n, k]` tensor, planes' padding not counted.
-    pub fn bits_per_weight(self) -> f64 {
-        match self {
-            Scheme::Float(t) => 8.0 * t.size() as f64,
-            Scheme::Int { bits, group, zero, scale } => {
-                let zero_bits = match zero {
-                    ZeroKind::Mid => 0,
-                    ZeroKind::Code => bits as usize,
-                    ZeroKind::Min => 8 * scale.size(),
-                };
-                bits as f64 + (8 * scale.size() + zero_bits) as f64 / group as f64
-            }
-        }
-    }
-
     /// Layout this version writes for the scheme.
     pub fn layout(self) -> Layout {
         match self {

@@ -161,6 +161,12 @@ impl ModelSpec {
         size("hidden", self.hidden, MAX_SIZE)?;
         size("max_context", self.max_context, MAX_SIZE)?;
         size("the number of layers", self.layers.len(), MAX_LAYERS)?;
+        let norms = self.layers.iter().flat_map(|l| [&l.attn_norm, &l.mlp_norm]).chain([&self.norm]);
+        for Norm::Rms { eps } in norms {
+            if !(eps.is_finite() && *eps >= 0.0) {
+                return Err(SpecError(format!("a norm's eps is {eps}, expected a finite number of at least 0")));
+            }
+        }
         for (i, layer) in self.layers.iter().enumerate() {
             let Attn::Gqa { heads, kv_heads, head_dim, scale, rope } = &layer.attn;
             size(&format!("layer {i}: heads"), *heads, 4096)?;
@@ -175,11 +181,22 @@ impl ModelSpec {
                     "layer {i}: head_dim is {head_dim}, expected a multiple of 8 up to 256"
                 )));
             }
-            if !(scale.is_finite() && rope.theta.is_finite() && rope.theta > 0.0) {
+            if !(*scale > 0.0 && scale.is_finite() && rope.theta.is_finite() && rope.theta > 0.0) {
                 return Err(SpecError(format!(
                     "layer {i}: scale {scale} and rope theta {} must be finite and positive",
                     rope.theta
                 )));
+            }
+            let factors = match rope.scaling {
+                RopeScaling::None => vec![],
+                RopeScaling::Linear { factor } => vec![factor],
+                RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_context } => {
+                    vec![factor, low, high - low, original_context as f32]
+                }
+            };
+            if !factors.iter().all(|f| f.is_finite() && *f > 0.0) {
+                let what = "factors must be finite and positive, high_freq_factor above low_freq_factor";
+                return Err(SpecError(format!("layer {i}: rope scaling {:?}: {what}", rope.scaling)));
             }
             let Mlp::Gated { inner, .. } = &layer.mlp;
             size(&format!("layer {i}: inner"), *inner, MAX_SIZE)?;

@@ -13,7 +13,7 @@ use std::{
 
 use clap::{Args, ValueEnum};
 use quern_convert::{Options, Phase, Progress, Quant, Report, Step, convert, grouped};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::{print, size};
 
@@ -92,7 +92,7 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
         force: args.force,
     };
     let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
+    for signal in [SIGHUP, SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, interrupted.clone()).map_err(|e| format!("signal handler: {e}"))?;
     }
     let mut line = Line::new(interrupted);
@@ -135,7 +135,7 @@ fn closing(report: &Report) -> String {
 
 /// One line on a terminal, rewritten in place; nothing elsewhere but the notes.
 struct Line {
-    /// Set by Ctrl-C and SIGTERM.
+    /// Set by Ctrl-C, SIGTERM and a terminal that went away.
     interrupted: Arc<AtomicBool>,
     terminal: bool,
     phase: Option<(Phase, Instant)>,

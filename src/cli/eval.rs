@@ -9,9 +9,10 @@ use std::{
 };
 
 use clap::Args;
+use quern_kernels::cpu::kv::BLOCK;
 use quern_kernels::exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, Executor, Output, Plan};
 
-use super::{Activations, Kv, open, print, threads};
+use super::{Activations, Kv, Usage, open, print, threads};
 
 /// Flags of `quern eval`.
 #[derive(Debug, Args)]
@@ -41,12 +42,12 @@ pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
     let file = open(&args.file)?;
     let (vocab, most) = (file.spec().vocab, file.spec().max_context);
     if ids.len() > most {
-        return Err(format!("--ids: {} tokens, the model was made for at most {most}", ids.len()).into());
+        return Err(Usage(format!("--ids: {} tokens, the model was made for at most {most}", ids.len())).into());
     }
     if let Some(bad) = ids.iter().find(|&&id| id as usize >= vocab) {
-        return Err(format!("--ids: token {bad}, the vocabulary has {vocab} tokens").into());
+        return Err(Usage(format!("--ids: token {bad}, the vocabulary has {vocab} tokens")).into());
     }
-    let blocks: Vec<u32> = (0..ids.len().div_ceil(16) as u32).collect();
+    let blocks: Vec<u32> = (0..ids.len().div_ceil(BLOCK) as u32).collect();
     let options = CpuOptions {
         threads: args.threads.unwrap_or(0),
         blocks: blocks.len(),
@@ -81,10 +82,10 @@ fn parse_ids(text: &str) -> Result<Vec<u32>, Box<dyn Error>> {
         Some(path) => std::fs::read_to_string(path).map_err(|e| format!("--ids: {path}: {e}"))?,
         None => text.to_string(),
     };
-    let id = |t: &str| t.parse::<u32>().map_err(|_| format!("--ids: {t:?} is not a token id"));
+    let id = |t: &str| t.parse::<u32>().map_err(|_| Usage(format!("--ids: {t:?} is not a token id")));
     let ids =
         text.split([',', ' ', '\n', '\r', '\t']).filter(|t| !t.is_empty()).map(id).collect::<Result<Vec<_>, _>>()?;
-    if ids.is_empty() { Err("--ids: at least one token id is needed".into()) } else { Ok(ids) }
+    if ids.is_empty() { Err(Usage("--ids: at least one token id is needed".into()).into()) } else { Ok(ids) }
 }
 
 /// Length and JSON of a file with one f32 tensor; the format is that of the safetensors library.

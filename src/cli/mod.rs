@@ -12,6 +12,8 @@ use clap::{Parser, Subcommand, ValueEnum};
 use quern_kernels::cpu::{acts::Mode, kv::KvType};
 use quern_models::{FormatError, ModelFile};
 
+use crate::engine::OpenError;
+
 /// Quantized language models in one file, run on a CPU.
 #[derive(Debug, Parser)]
 #[command(name = "quern", version, max_term_width = 100, after_help = "Exit status: 0 done, 1 failed, 2 wrong usage.")]
@@ -88,7 +90,10 @@ pub struct Usage(pub String);
 
 /// Exit status of an error.
 pub fn exit_code(error: &(dyn Error + 'static)) -> u8 {
-    let flag = matches!(error.downcast_ref(), Some(run::RunError::Flag { .. }));
+    let flag = matches!(
+        error.downcast_ref(),
+        Some(run::RunError::Flag { .. } | run::RunError::Open(OpenError::Context { .. }))
+    );
     if flag || error.is::<Usage>() { 2 } else { 1 }
 }
 

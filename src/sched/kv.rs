@@ -54,7 +54,7 @@ impl KvPool {
 
     /// Takes all blocks back, the last one first, so that the front of a text is reused last.
     pub fn free(&mut self, held: &mut Vec<u32>) {
-        self.idle.extend(held.drain(..).rev());
+        self.idle.append(held);
     }
 
     /// Panics unless `held`, all lists of all sequences, and the idle blocks are a partition.
@@ -87,6 +87,10 @@ mod tests {
         pool.free(&mut b);
         pool.free(&mut a);
         assert_eq!(pool.idle(), 3);
+        let mut c = vec![];
+        pool.grow(&mut c, 16).unwrap();
+        assert_eq!(c, [2], "the last block of `a` goes first");
+        pool.free(&mut c);
         pool.check([&a, &b].into_iter());
     }
 }

@@ -34,11 +34,8 @@ fn the_summary_says_what_was_written_and_that_it_was_compared() {
         let bytes = fs::metadata(&out).unwrap().len();
         let ran =
             ran.prints(&["bits/weight", scheme, "bf16", &format!("verified: {codes} codes"), "equal to the source"]);
-        ran.prints(&[&format!("{} {method} in ", arg(&out)), &quern::cli::size(bytes)]);
-        if zeros {
-            let info = quern(&["info", arg(&out)]).ok();
-            assert!(!info.out.contains(" 0 zeros"), "{}", info.out);
-        }
+        let ran = ran.prints(&[&format!("{} {method} in ", arg(&out)), &quern::cli::size(bytes)]);
+        assert_eq!(ran.out.contains(" 0 zeros"), !zeros, "{}", ran.out);
     }
 }
 

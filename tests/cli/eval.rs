@@ -57,11 +57,11 @@ fn ids_that_cannot_be_are_refused() {
     let (scratch, file) = converted("models/llama");
     let out = scratch.at("logits.safetensors");
     let eval = |ids: &str| quern(&["eval", arg(&file), "--ids", ids, "--logits", arg(&out)]);
-    eval("1,320").fails(&["token 320", "320 tokens"]);
-    eval("1,two").fails(&["--ids", "\"two\""]);
-    eval(",").fails(&["--ids", "at least one"]);
+    eval("1,320").misused(&["token 320", "320 tokens"]);
+    eval("1,two").misused(&["--ids", "\"two\""]);
+    eval(",").misused(&["--ids", "at least one"]);
     eval("@/nonexistent/ids").fails(&["/nonexistent/ids"]);
-    eval(&"1,".repeat(300)).fails(&["300 tokens", "at most 256"]);
+    eval(&"1,".repeat(300)).misused(&["300 tokens", "at most 256"]);
     assert!(!out.exists());
     let nowhere = scratch.at("no/such/folder/logits.safetensors");
     quern(&["eval", arg(&file), "--ids", "1", "--logits", arg(&nowhere)]).fails(&["no/such/folder", "No such file"]);

@@ -134,7 +134,7 @@ fn a_full_context_is_said_and_not_hidden() {
     ran.says(&["the context is full", "of 32", "raise --ctx"]);
     let json = quern(&with(&run, &["--ctx", "32", "-p", "One two", "--json"])).ok().json();
     assert_eq!((&json["finish_reason"], &json["usage"]["total_tokens"]), (&json!("context"), &json!(32)));
-    quern(&with(&run, &["--ctx", "8193", "-p", "x"])).fails(&["--ctx 8193", "8192"]);
+    quern(&with(&run, &["--ctx", "8193", "-p", "x"])).misused(&["--ctx 8193", "8192"]);
     // The model itself ends at 256: there is nothing to raise.
     let (_scratch, file) = converted("models/llama");
     let ran = quern(&["run", arg(&file), "-p", &"abc ".repeat(200), "-n", "4"]).fails(&["256", "shorten the prompt"]);

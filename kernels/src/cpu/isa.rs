@@ -4,6 +4,7 @@
 //! Every table gives the same bits as the scalar one, so a table is a matter of speed only.
 
 use super::acts::{Acts, Quantum};
+use super::lanes::Simd;
 use super::linear::{FloatPanel, IntPanel, Scratch};
 use super::scalar;
 use std::ops::Range;
@@ -70,6 +71,14 @@ impl Isa {
             Ok(name) => Isa::by_name(&name).unwrap_or_else(|| panic!("ENGINE_ISA={name}: not available here")),
             Err(_) => Isa::available().find(|isa| isa.executed).unwrap_or(&scalar::ISA),
         })
+    }
+
+    /// Lanes for attention and elementwise kernels that go with this table.
+    pub fn simd(&self) -> Simd {
+        match self.level {
+            Level::Scalar | Level::Neon => Simd::PORTABLE,
+            Level::Avx2 | Level::Avx512 => Simd::detect(),
+        }
     }
 
     /// Every table that this machine can run, fastest first, the never executed ones included.

@@ -12,7 +12,7 @@
 //!
 //! Pages are zeroed lazily by the system: a cache nobody writes to costs address space only.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 
 use half::f16;
 
@@ -71,7 +71,7 @@ unsafe impl Send for KvMemory {}
 unsafe impl Sync for KvMemory {}
 
 impl KvMemory {
-    /// Room for `blocks` blocks of every layer, all zero. `None` if the size overflows the address space.
+    /// Room for `blocks` blocks of every layer, all zero. `None` if the size overflows or the system refuses.
     ///
     /// Panics if a head size is not a multiple of 8: the specification of a model guarantees it.
     pub fn new(layers: &[KvLayer], blocks: usize, kind: KvType) -> Option<KvMemory> {
@@ -88,7 +88,7 @@ impl KvMemory {
         // SAFETY: the size is at least ALIGN, not zero.
         let raw = unsafe { alloc_zeroed(layout) };
         if raw.is_null() {
-            handle_alloc_error(layout);
+            return None;
         }
         // SAFETY: at most ALIGN - 1 further, inside the allocation of total + ALIGN bytes.
         let base = unsafe { raw.add(raw.align_offset(ALIGN)) };

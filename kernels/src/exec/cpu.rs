@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use quern_models::{ModelFile, ModelSpec, Scheme, spec::Attn};
+use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
 use super::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan, Ticket, forward::Forward};
 use crate::{
@@ -10,7 +10,6 @@ use crate::{
         acts::Mode,
         isa::Isa,
         kv::{BLOCK, KvLayer, KvMemory, KvType},
-        lanes::Simd,
     },
     sample::{History, Sampled, sample},
     team::Team,
@@ -49,16 +48,8 @@ impl CpuExecutor {
             0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
             n => n,
         };
-        for info in file.tensors() {
-            if let Scheme::Int { bits, .. } = info.scheme
-                && bits != 4
-                && bits != 8
-            {
-                let what = format!("{}-bit codes have no CPU kernel", bits);
-                return Err(ExecError::Unsupported { tensor: info.name.clone(), what });
-            }
-        }
-        let forward = Forward::new(file, kv, options.mode, Team::new(threads), Isa::best(), Simd::detect());
+        let isa = Isa::best();
+        let forward = Forward::new(file, kv, options.mode, Team::new(threads), isa, isa.simd());
         Ok(CpuExecutor { forward, ready: BTreeMap::new(), next: 0 })
     }
 

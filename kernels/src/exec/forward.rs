@@ -1,7 +1,7 @@
 //! One step of a decoder on the CPU: embedding, layers, head.
 //!
 //! All rows of a step, whatever sequence they belong to, go through the linear layers together; only
-//! attention looks at sequences. A layer is seven stages (norm, q/k/v, rope and append, attention,
+//! attention looks at sequences. A layer is eight stages (norm, q/k/v, rope and append, attention,
 //! o and residual, norm, gate/up and activation, down and residual); with few rows the small ones
 //! run on the calling thread, where a parallel region would cost more than it saves.
 

@@ -111,14 +111,6 @@ pub enum ExecError {
         /// Blocks asked.
         blocks: usize,
     },
-    /// The model needs something this device's kernels lack.
-    #[error("tensor {tensor}: {what}")]
-    Unsupported {
-        /// Tensor concerned.
-        tensor: String,
-        /// What is lacking.
-        what: String,
-    },
 }
 
 /// A device with a model on it.

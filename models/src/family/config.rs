@@ -56,7 +56,7 @@ pub struct Config<'a> {
     read: RefCell<BTreeSet<&'a str>>,
 }
 
-/// Keys that change nothing in a forward pass, of any family.
+/// Keys that change nothing in a forward pass, of any family. What a family reads does not belong here.
 const HARMLESS: &[&str] = &[
     "architectures",
     "auto_map",
@@ -69,8 +69,6 @@ const HARMLESS: &[&str] = &[
     "pad_token_id",
     "pretraining_tp",
     "quantization_config",
-    "rope_interleaved",
-    "tie_word_embeddings",
     "torch_dtype",
     "transformers_version",
     "transformers.js_config",
@@ -78,7 +76,6 @@ const HARMLESS: &[&str] = &[
     "use_cache",
     "attention_dropout",
     "hidden_dropout",
-    "head_dim",
     "name_or_path",
     "unsloth_version",
     "unsloth_fixed",
@@ -97,11 +94,6 @@ const HARMLESS: &[&str] = &[
     "chunk_size_feed_forward",
     "is_encoder_decoder",
     "is_decoder",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "max_window_layers",
-    "layer_types",
     "num_beams",
     "problem_type",
     "tokenizer_class",
@@ -208,7 +200,11 @@ impl<'a> Config<'a> {
             Some(_) => self.float_or("rope_theta", 10000.0)?,
             None => number("rope_theta", Some(10000.0))?,
         };
-        let kind = table.get("rope_type").or(table.get("type")).and_then(Value::as_str).unwrap_or("default");
+        let named = ["rope_type", "type"].iter().find_map(|k| table.get(*k).filter(|v| !v.is_null()));
+        let kind = match named {
+            None => "default",
+            Some(v) => v.as_str().ok_or_else(|| wrong(&format!("{key}.rope_type"), "a string", Some(v)))?,
+        };
         let scaling = match kind {
             "default" => RopeScaling::None,
             "linear" => RopeScaling::Linear { factor: number("factor", None)? },

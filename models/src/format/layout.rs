@@ -1,6 +1,6 @@
 //! The header's records: each is written and read in one place, so that they cannot disagree.
 //!
-//! FORMAT.md specifies every byte; `tests/golden_bytes.rs` pins them.
+//! FORMAT.md specifies every byte; `tests/format.rs` pins them.
 
 use byteorder::{ByteOrder, LittleEndian as LE};
 

@@ -118,11 +118,6 @@ impl ModelFile {
         view.expect("read() checked that the planes fill the tensor's length")
     }
 
-    /// Asks the system to read the whole file ahead.
-    pub fn will_read(&self) {
-        self.map.will_read();
-    }
-
     /// Hashes every tensor. The first difference is an error that names the tensor.
     pub fn verify(&self) -> Result<Verified, FormatError> {
         let mut bytes = self.header.fixed.header_len;

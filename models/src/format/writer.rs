@@ -109,9 +109,8 @@ impl FileWriter {
         };
         fixed.encode(&mut header);
 
-        let temp = sibling(path);
+        let (temp, file) = create_sibling(path)?;
         let io_error = |source| FormatError::Io { path: temp.clone(), source };
-        let file = File::options().read(true).write(true).create_new(true).open(&temp).map_err(io_error)?;
         let mut writer = FileWriter {
             file: io::BufWriter::with_capacity(1 << 20, file),
             temp: temp.clone(),
@@ -224,9 +223,18 @@ fn plan_tensors(plans: Vec<TensorPlan>) -> Result<Vec<TensorInfo>, FormatError> 
     Ok(tensors)
 }
 
-/// A name beside `path` that no other conversion uses.
-fn sibling(path: &Path) -> PathBuf {
-    let mut name = path.file_name().unwrap_or_default().to_os_string();
-    name.push(format!(".{}.part", std::process::id()));
-    path.with_file_name(name)
+/// A new file beside `path`. Its name holds the process id and a number, because a file that a killed
+/// process of the same id left behind must not be in the way.
+fn create_sibling(path: &Path) -> Result<(PathBuf, File), FormatError> {
+    let mut attempt = 0;
+    loop {
+        let mut name = path.file_name().unwrap_or_default().to_os_string();
+        name.push(format!(".{}.{attempt}.part", std::process::id()));
+        let temp = path.with_file_name(name);
+        match File::options().read(true).write(true).create_new(true).open(&temp) {
+            Ok(file) => return Ok((temp, file)),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && attempt < 100 => attempt += 1,
+            Err(source) => return Err(FormatError::Io { path: temp, source }),
+        }
+    }
 }

@@ -88,10 +88,13 @@ pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
         let options = CpuOptions { threads, blocks, mode: args.activations.into(), kv: args.kv.into() };
         let mut executor = CpuExecutor::new(file.clone(), options)?;
         let threads = if threads == 0 { std::thread::available_parallelism()?.get() } else { threads };
-        let bandwidth = read_bandwidth(&Team::new(threads), PROBE_BYTES);
         for test in &tests {
-            all.push(rows::measure(&mut executor, &file, *test, args.repetitions, threads, bandwidth)?);
+            all.push(rows::measure(&mut executor, &file, *test, args.repetitions, threads, args.kv.into())?);
         }
+        drop(executor);
+        // After the tests of these threads, because the probe's own memory must not count as theirs.
+        let bandwidth = read_bandwidth(&Team::new(threads), PROBE_BYTES);
+        all.iter_mut().filter(|m| m.threads == threads).for_each(|m| m.bandwidth = bandwidth);
     }
     match args.output {
         Format::Md => print(&markdown(&name, &file, &all)),

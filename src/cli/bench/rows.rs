@@ -3,6 +3,7 @@
 use std::{error::Error, fmt, time::Instant};
 
 use quern_kernels::{
+    cpu::kv::{BLOCK, KvType},
     exec::{Chunk, CpuExecutor, Executor, Output, Plan},
     sample::SamplingParams,
 };
@@ -38,7 +39,7 @@ pub struct Measured {
     pub samples: Vec<f64>,
     /// Bytes of weights and cache read per second; generation only.
     pub bytes_per_second: Option<f64>,
-    /// Read bandwidth of the machine, measured in the same run.
+    /// Read bandwidth of the machine, measured in the same run; filled in after the tests.
     pub bandwidth: f64,
     /// Most memory this process ever had resident, the mapped file included.
     pub peak_memory: u64,
@@ -60,7 +61,7 @@ impl fmt::Display for Test {
 impl Test {
     /// Blocks of one sequence.
     fn blocks_each(&self) -> usize {
-        (self.depth + self.tokens).div_ceil(16)
+        (self.depth + self.tokens).div_ceil(BLOCK)
     }
 
     /// KV blocks the test needs.
@@ -79,7 +80,7 @@ pub fn measure(
     test: Test,
     repetitions: usize,
     threads: usize,
-    bandwidth: f64,
+    kv: KvType,
 ) -> Result<Measured, Box<dyn Error>> {
     let vocab = file.spec().vocab as u32;
     let each = test.blocks_each() as u32;
@@ -105,7 +106,8 @@ pub fn measure(
     let mean = samples.iter().sum::<f64>() / samples.len() as f64;
     let variance = samples.iter().map(|s| (s - mean) * (s - mean)).sum::<f64>() / samples.len() as f64;
     // One step reads the weights once and each sequence's cache up to the middle of the generation.
-    let step = weight_bytes(file) + test.batch as f64 * kv_bytes(file) * (test.depth as f64 + test.tokens as f64 / 2.0);
+    let step =
+        weight_bytes(file) + test.batch as f64 * kv_bytes(file, kv) * (test.depth as f64 + test.tokens as f64 / 2.0);
     let bytes_per_second = test.generate.then(|| step * median / test.batch as f64);
     Ok(Measured {
         test,
@@ -115,7 +117,7 @@ pub fn measure(
         deviation: variance.sqrt(),
         samples,
         bytes_per_second,
-        bandwidth,
+        bandwidth: f64::NAN,
         peak_memory: peak_memory(),
     })
 }
@@ -174,11 +176,11 @@ fn weight_bytes(file: &ModelFile) -> f64 {
     file.tensors().iter().filter(read).map(|t| t.len as f64).sum()
 }
 
-/// Bytes of keys and values of one token, f16.
-fn kv_bytes(file: &ModelFile) -> f64 {
+/// Bytes of keys and values of one token.
+fn kv_bytes(file: &ModelFile, kv: KvType) -> f64 {
     let layer = |l: &quern_models::spec::Layer| {
         let Attn::Gqa { kv_heads, head_dim, .. } = l.attn;
-        4.0 * (kv_heads * head_dim) as f64
+        (2 * kv.size() * kv_heads * head_dim) as f64
     };
     file.spec().layers.iter().map(layer).sum()
 }

@@ -7,6 +7,8 @@ use std::{error::Error, path::PathBuf};
 use quern_models::{FileWriter, FloatType, Generation, Meta, ModelFile, Scheme, TensorPlan, ZeroKind, family};
 use serde_json::{Value, json};
 
+use crate::cli::Usage;
+
 /// Llama 3 shapes by name, or the shape of a `config.json`.
 fn config(shape: &str) -> Result<Value, Box<dyn Error>> {
     let llama = |hidden, layers, heads, kv_heads, inner| {
@@ -25,8 +27,8 @@ fn config(shape: &str) -> Result<Value, Box<dyn Error>> {
             Ok(serde_json::from_str(&text).map_err(|e| format!("--synthetic: {path}: {e}"))?)
         }
         other => {
-            Err(format!("--synthetic: {other:?} is not llama-1b, llama-3b, llama-8b or a file that ends in .json")
-                .into())
+            let known = "llama-1b, llama-3b, llama-8b or a file that ends in .json";
+            Err(Usage(format!("--synthetic: {other:?} is not {known}")).into())
         }
     }
 }
@@ -34,7 +36,7 @@ fn config(shape: &str) -> Result<Value, Box<dyn Error>> {
 /// Writes and opens a model with random weights: int4 layers, int8 embedding and head.
 pub fn model(shape: &str, group: u32) -> Result<ModelFile, Box<dyn Error>> {
     if group == 0 || !group.is_multiple_of(32) {
-        return Err(format!("--group: {group} is not a multiple of 32").into());
+        return Err(Usage(format!("--group: {group} is not a multiple of 32")).into());
     }
     let plan = family::plan(&config(shape)?)?;
     let scheme = |name: &str, dims: &[u64]| match (name, dims.len()) {

@@ -217,6 +217,9 @@ impl Answer {
             self.tokens.len(),
             speed(self.speed()),
         );
+        if !session.settings.sampling.is_greedy() {
+            line += &format!(" [seed {}]", session.settings.sampling.seed);
+        }
         match self.end {
             End::Stop => {}
             End::Length => line += &format!("\n[cut off after {} tokens (--max-tokens)]", self.tokens.len()),

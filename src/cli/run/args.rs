@@ -15,7 +15,7 @@ use crate::cli::{Activations, Kv, threads};
 #[derive(Debug, Args)]
 #[command(
     after_help = "Without -p, -f or --batch the prompt is read from stdin, or you chat if stdin is a terminal.\n\
-    Sampling defaults are those of the model file; a file without any is run at temperature 0."
+    Sampling defaults are those of the model file; a file that does not ask for sampling is run at temperature 0."
 )]
 pub struct RunArgs {
     /// A .qrn file
@@ -70,7 +70,7 @@ pub struct RunArgs {
     /// Added to the logit of a token; -inf forbids it; repeatable
     #[arg(long, value_name = "ID=X", value_parser = logit_bias, help_heading = "Sampling")]
     pub logit_bias: Vec<(u32, f32)>,
-    /// Decides the noise: the same seed gives the same answer [default: random]
+    /// Decides the noise: the same seed gives the same answer [default: random, and shown; 0 with --batch]
     #[arg(long, value_name = "N", help_heading = "Sampling")]
     pub seed: Option<u64>,
 
@@ -116,7 +116,7 @@ pub(super) struct Settings {
 impl Settings {
     pub fn new(args: &RunArgs, file: &Generation, vocab: usize) -> Result<Settings, RunError> {
         let off = SamplingParams::default();
-        // Greedy unless the authors sample: Hugging Face's rule.
+        // Hugging Face's rule: greedy unless the authors sample; the penalty holds either way.
         let samples = file.do_sample == Some(true);
         let or_file = |file: Option<f32>, off: f32| if samples { file.unwrap_or(off) } else { off };
         let sampling = SamplingParams {
@@ -124,14 +124,12 @@ impl Settings {
             top_k: args.top_k.unwrap_or(if samples { file.top_k.unwrap_or(off.top_k) } else { off.top_k }),
             top_p: args.top_p.unwrap_or(or_file(file.top_p, off.top_p)),
             min_p: args.min_p.unwrap_or(or_file(file.min_p, off.min_p)),
-            repetition_penalty: args
-                .repetition_penalty
-                .unwrap_or(or_file(file.repetition_penalty, off.repetition_penalty)),
+            repetition_penalty: args.repetition_penalty.or(file.repetition_penalty).unwrap_or(off.repetition_penalty),
             presence_penalty: args.presence_penalty.unwrap_or(0.0),
             frequency_penalty: args.frequency_penalty.unwrap_or(0.0),
             penalty_last_n: None,
             logit_bias: args.logit_bias.clone(),
-            seed: args.seed.unwrap_or_else(random_seed),
+            seed: args.seed.unwrap_or_else(|| if args.batch.is_some() { 0 } else { random_seed() }),
         };
         let settings = Settings {
             notes: notes(args, &sampling),
@@ -241,7 +239,7 @@ pub(super) mod tests {
         let file = Generation { do_sample: None, ..authors() };
         let greedy = settings(&[], &file).unwrap();
         assert!(greedy.sampling.is_greedy() && greedy.notes.is_empty());
-        assert_eq!(greedy.sampling.repetition_penalty, 1.0);
+        assert_eq!(greedy.sampling.repetition_penalty, 1.1);
         assert_eq!(settings(&["--temperature", "0.5"], &file).unwrap().sampling.temperature, 0.5);
         let notes = settings(&["--top-p", "0.5", "--seed", "1"], &file).unwrap().notes;
         assert_eq!(notes, ["temperature is 0: --top-p, --seed has no effect; add --temperature 1"]);

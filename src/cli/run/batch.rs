@@ -24,8 +24,9 @@ pub(super) const IN_FLIGHT: usize = 16;
 
 /// Answers every row of `rows` that `out` does not have yet.
 pub(super) fn run<G: Generator>(session: &mut Session<'_, G>, rows: &Path, out: &Path) -> Result<(), RunError> {
-    let (mut output, mut done) = open_output(out)?;
-    let skipped = done.len();
+    let (mut output, done) = open_output(out)?;
+    let mut seen = HashMap::new();
+    let mut skipped = 0;
     let input = File::open(rows).map_err(|source| io(rows, source))?;
     let mut lines = BufReader::new(input).split(b'\n').enumerate();
     let mut running: HashMap<u64, (Key, Running)> = HashMap::new();
@@ -49,7 +50,12 @@ pub(super) fn run<G: Generator>(session: &mut Session<'_, G>, rows: &Path, out: 
                 continue;
             }
             let (key, row) = row::parse(&line, index + 1);
-            if !done.insert(key.name()) {
+            if done.contains(&key.name()) {
+                skipped += 1;
+                continue;
+            }
+            if let Some(first) = seen.insert(key.name(), index + 1) {
+                write(&key.repeated(), error(format!("{} was used on line {first}", key.name())))?;
                 continue;
             }
             match row.and_then(|row| start(session, row, index)) {
@@ -106,6 +112,11 @@ impl Key {
             Some(id) => format!("id {id}"),
             None => format!("line {}", self.line),
         }
+    }
+
+    /// The key of a row whose id is taken: known by its line alone.
+    fn repeated(&self) -> Key {
+        Key { id: None, line: self.line }
     }
 
     fn add_to(&self, result: Value) -> Value {

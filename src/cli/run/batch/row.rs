@@ -104,6 +104,10 @@ impl Row {
     /// The tokens that the row asks to be answered.
     pub fn prompt(&self, text: &TextModel, settings: &Settings) -> Result<Vec<u32>, String> {
         let tools = self.0.get("tools").filter(|tools| !tools.is_null());
+        if !text.chats() && (tools.is_some() || !settings.template_args.is_empty()) {
+            let what = if tools.is_some() { "tools" } else { "template_args" };
+            return Err(crate::text::PromptError::NoTemplate { what }.to_string());
+        }
         let prompt = match (self.0.get("messages"), self.0.get("prompt")) {
             (Some(messages), _) => {
                 let mut messages = Message::list(messages.clone()).map_err(|error| error.to_string())?;
