@@ -1,7 +1,7 @@
 //! The `quern` program: parses the command line, runs the command, prints an error's whole chain once.
 #![forbid(unsafe_code)]
 
-use std::process::ExitCode;
+use std::{io::Write, process::ExitCode};
 
 use clap::Parser;
 
@@ -20,7 +20,8 @@ fn main() -> ExitCode {
                 }
                 cause = e.source();
             }
-            eprintln!("quern: {text}");
+            // A full or closed stderr is no reason to panic.
+            let _ = writeln!(std::io::stderr(), "quern: {text}");
             ExitCode::from(quern::cli::exit_code(&*error))
         }
     }

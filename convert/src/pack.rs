@@ -1,7 +1,6 @@
 //! Packing integers into the file's P64 planes.
 
-use half::{bf16, f16};
-use quern_models::{FloatType, PANEL, ZeroKind};
+use quern_models::{PANEL, ZeroKind, p64::Shape};
 use rayon::prelude::*;
 
 use crate::import::{IntShape, Integers, rows_of};
@@ -31,49 +30,45 @@ pub fn pack<T: Integers + ?Sized>(tensor: &T) -> Vec<u8> {
             if shape.bits == 4 { interleave4(rows, stride, out) } else { interleave8(rows, stride, out) }
         },
     );
-    let cells = shape.groups() * PANEL;
-    scales.par_chunks_mut(cells * shape.scale.size()).enumerate().for_each(|(panel, out)| {
-        each_cell(shape, panel, |row, group, cell| put(out, shape.scale, cell, tensor.scale(row, group)));
-    });
+    cells(shape, scales, |row, group| tensor.scale(row, group));
     match shape.zero {
         ZeroKind::Mid => {}
-        ZeroKind::Min => {
-            zeros.par_chunks_mut(cells * shape.scale.size()).enumerate().for_each(|(panel, out)| {
-                each_cell(shape, panel, |row, group, cell| put(out, shape.scale, cell, tensor.min(row, group)));
-            });
-        }
+        ZeroKind::Min => cells(shape, zeros, |row, group| tensor.min(row, group)),
         ZeroKind::Code => {
-            zeros.par_chunks_mut(cells * shape.bits as usize / 8).enumerate().for_each(|(panel, out)| {
-                zeros_of_panel(tensor, panel, out);
-            });
+            let panel_bytes = shape.groups() * PANEL * shape.bits as usize / 8;
+            zeros.par_chunks_mut(panel_bytes).enumerate().for_each(|(panel, out)| zeros_of_panel(tensor, panel, out));
         }
     }
     out
 }
 
-/// Calls `f(row, group, cell)` for every cell of a panel that is not padding.
-fn each_cell(shape: IntShape, panel: usize, mut f: impl FnMut(usize, usize, usize)) {
-    for group in 0..shape.groups() {
-        for r in 0..rows_of(shape.n, panel) {
-            f(panel * PANEL + r, group, group * PANEL + r);
+/// Fills a plane of scales or minima, `[panel][group][64]`; padding rows hold zero.
+fn cells(shape: IntShape, plane: &mut [u8], value: impl Fn(usize, usize) -> f32 + Sync) {
+    let panel_bytes = shape.groups() * PANEL * shape.scale.size();
+    plane.par_chunks_mut(panel_bytes).enumerate().for_each_init(Vec::new, |bytes, (panel, out)| {
+        bytes.clear();
+        let rows = rows_of(shape.n, panel);
+        for group in 0..shape.groups() {
+            (0..rows).for_each(|r| shape.scale.push(value(panel * PANEL + r, group), bytes));
+            (rows..PANEL).for_each(|_| shape.scale.push(0.0, bytes));
         }
-    }
+        out.copy_from_slice(bytes);
+    });
 }
 
 /// Zero codes of a panel; padding rows hold the middle code, as their codes do.
 fn zeros_of_panel<T: Integers + ?Sized>(tensor: &T, panel: usize, out: &mut [u8]) {
     let shape = tensor.shape();
-    if shape.bits == 8 {
-        out.fill(shape.mid());
-        each_cell(shape, panel, |row, group, cell| out[cell] = tensor.zero(row, group));
-        return;
+    // Every panel is laid out as the first.
+    let at = Shape::new(PANEL, shape.k, shape.bits, shape.group);
+    let mask = u8::MAX >> (8 - shape.bits);
+    out.fill(if shape.bits == 4 { shape.mid() * 0x11 } else { shape.mid() });
+    for group in 0..shape.groups() {
+        for r in 0..rows_of(shape.n, panel) {
+            let (byte, shift) = at.zero_at(r, group);
+            out[byte] = out[byte] & !(mask << shift) | tensor.zero(panel * PANEL + r, group) << shift;
+        }
     }
-    out.fill(shape.mid() * 0x11);
-    each_cell(shape, panel, |row, group, cell| {
-        let r = cell % PANEL;
-        let (byte, shift) = (group * 32 + r / 16 * 8 + r % 8, r % 16 / 8 * 4);
-        out[byte] = out[byte] & !(15 << shift) | tensor.zero(row, group) << shift;
-    });
 }
 
 fn codes_of_panel(shape: IntShape) -> usize {
@@ -107,18 +102,9 @@ fn interleave8(rows: &[u8], stride: usize, out: &mut [u8]) {
     }
 }
 
-/// Writes element `i`; `kind` holds `x` exactly.
-fn put(plane: &mut [u8], kind: FloatType, i: usize, x: f32) {
-    match kind {
-        FloatType::F32 => plane[i * 4..][..4].copy_from_slice(&x.to_le_bytes()),
-        FloatType::F16 => plane[i * 2..][..2].copy_from_slice(&f16::from_f32(x).to_le_bytes()),
-        FloatType::BF16 => plane[i * 2..][..2].copy_from_slice(&bf16::from_f32(x).to_le_bytes()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use quern_models::{TensorView, p64::Shape};
+    use quern_models::{FloatType, TensorView};
 
     use super::*;
 

@@ -336,9 +336,7 @@ fn settle_zeros(jobs: &mut [Job], hint: &Hint) -> Result<(), ConvertError> {
     for job in jobs {
         if let Data::Gptq(t) = &mut job.data {
             let (name, pattern) = patterns.next().expect("one pattern per GPTQ tensor");
-            // Symmetric tensors of an asymmetric model: the middle code under either reading.
-            let mixed = *pattern == gptq::Pattern::Mixed;
-            t.set_convention(name, if mixed { convention } else { gptq::Convention::Mid })?;
+            t.set_convention(name, convention, *pattern)?;
         }
     }
     Ok(())

@@ -37,7 +37,7 @@ pub fn integers<T: Integers>(name: &str, source: &T, view: &TensorView) -> Resul
                     return Err(differ(name, format!("scale [{row}, {g}]"), expected, got));
                 }
                 let (expected, got) = match s.zero {
-                    // Not stored: the source's zero-points must all be what the scheme implies.
+                    // Not stored in the file: those that the source stores must all be what the scheme implies.
                     ZeroKind::Mid => (source.zero(row, g), s.mid()),
                     ZeroKind::Code => (source.zero(row, g), at.zero(view.zeros, row, g)),
                     ZeroKind::Min => {
@@ -162,4 +162,69 @@ fn check_scheme(name: &str, view: &TensorView, scheme: Scheme, n: usize, k: usiz
 
 fn differ(tensor: &str, what: String, expected: impl ToString, got: impl ToString) -> ConvertError {
     ConvertError::Verify { tensor: tensor.into(), what, expected: expected.to_string(), got: got.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use quern_models::Generation;
+
+    use super::*;
+    use crate::{
+        import::{
+            config::Hint,
+            gptq::{Convention, Gptq, Pattern},
+        },
+        pack,
+        source::{Checkpoint, Dtype, RawTensor, Rows},
+    };
+
+    /// Verifies a symmetric `[40, 32]` GPTQ tensor with these zero-points, whatever their pattern really is.
+    fn symmetric(zeros: &[u32], pattern: Pattern) -> Result<Verified, String> {
+        let (codes, scales) = (vec![0x5a; 4 * 40 * 4], f16::ONE.to_le_bytes().repeat(40));
+        let zeros: Vec<u8> = zeros.iter().flat_map(|w| w.to_le_bytes()).collect();
+        let raw = |dtype, shape: [usize; 2], bytes| {
+            let shape = shape.map(|d| d as u64).to_vec();
+            RawTensor { dtype, shape, bytes, rows: Rows::InOrder }
+        };
+        let tensors = [
+            ("qweight", raw(Dtype::I32, [4, 40], &codes[..])),
+            ("scales", raw(Dtype::Float(FloatType::F16), [1, 40], &scales)),
+            ("qzeros", raw(Dtype::I32, [1, zeros.len() / 4], &zeros)),
+        ];
+        let source = Checkpoint {
+            name: "made".into(),
+            tensors: tensors.into_iter().map(|(part, raw)| (format!("m.{part}"), raw)).collect::<BTreeMap<_, _>>(),
+            config: serde_json::Value::Null,
+            quant_config: None,
+            tokenizer: None,
+            chat_template: None,
+            generation: Generation::default(),
+            licence: None,
+            model: None,
+            gguf: false,
+            notes: vec![],
+        };
+        let mut tensor = Gptq::new(&source, "m", 40, 32, &Hint::default()).map_err(|e| e.to_string())?;
+        tensor.set_convention("m", Convention::Mid, pattern).map_err(|e| e.to_string())?;
+        let bytes = pack(&tensor);
+        let view = TensorView::new(40, 32, tensor.shape().scheme(), &bytes).unwrap();
+        integers("t", &tensor, &view).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn zero_points_that_the_file_implies_are_read_in_the_source() {
+        for (word, pattern) in [(0x7777_7777, Pattern::Low), (0x8888_8888, Pattern::Mid)] {
+            let verified = symmetric(&[word; 5], pattern).unwrap();
+            assert_eq!((verified.codes, verified.zeros), (40 * 32, 0));
+            symmetric(&[word; 4], pattern).unwrap();
+            for row in 0..40 {
+                let mut zeros = [word; 5];
+                zeros[row / 8] ^= 1 << (row % 8 * 4);
+                let text = symmetric(&zeros, pattern).unwrap_err();
+                assert!(text.contains(&format!("zero-point [{row}, 0]")), "{text}");
+            }
+        }
+    }
 }

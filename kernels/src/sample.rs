@@ -46,7 +46,7 @@ pub struct Sampled {
 /// Chooses the token at `position` (its index in prompt + output), using `logits` as scratch.
 ///
 /// `logprobs`: `Some(n)` also reports the logprob of the choice and of the `n` likeliest tokens.
-/// NaN never wins; a row in which nothing can be chosen is an error. Equal logits: the lower id.
+/// NaN never wins; a row in which nothing can be chosen, or with an infinity, is an error. Equal logits: the lower id.
 pub fn sample(
     logits: &mut [f32],
     params: &SamplingParams,
@@ -54,6 +54,9 @@ pub fn sample(
     position: u64,
     logprobs: Option<usize>,
 ) -> Result<Sampled, SampleError> {
+    if let Some(token) = logits.iter().position(|&x| x == f32::INFINITY) {
+        return Err(SampleError::Infinite { token: token as u32 });
+    }
     let report = logprobs.map(|n| (log_sum_exp(logits), n));
     let (normalizer, top) = match report {
         Some((sum, n)) => (sum, likeliest(logits, n).into_iter().map(|c| (c.token, c.logit - sum)).collect()),
@@ -91,7 +94,7 @@ fn choose(
     let best =
         argmax(logits).ok_or_else(|| SampleError::NothingToChoose { vocab: logits.len(), nans: nans(logits) })?;
     let max = logits[best as usize];
-    // An infinite logit has all the probability.
+    // Only a bias makes a logit infinite here; it has all the probability.
     if params.is_greedy() || max == f32::INFINITY {
         return Ok(best);
     }

@@ -11,12 +11,12 @@ pub struct Mapped {
 impl Mapped {
     /// Maps the whole file. An empty file is an error, as nothing can be mapped.
     pub fn open(path: &Path) -> io::Result<Mapped> {
-        let file = File::open(path)?;
-        let meta = file.metadata()?;
-        if !meta.is_file() {
+        // Asked before opening: opening a pipe would wait for somebody to write into it.
+        if !std::fs::metadata(path)?.is_file() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
         }
-        if meta.len() == 0 {
+        let file = File::open(path)?;
+        if file.metadata()?.len() == 0 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file is empty"));
         }
         // SAFETY: the map is read-only. Our own writer never changes a file in place (it writes a

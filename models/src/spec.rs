@@ -157,6 +157,9 @@ impl ModelSpec {
             }
             Ok(())
         };
+        if self.family.chars().any(char::is_control) {
+            return Err(SpecError(format!("family {:?} has control characters", self.family)));
+        }
         size("vocab", self.vocab, MAX_SIZE)?;
         size("hidden", self.hidden, MAX_SIZE)?;
         size("max_context", self.max_context, MAX_SIZE)?;

@@ -11,6 +11,7 @@ use std::{
 use clap::Args;
 use quern_kernels::cpu::kv::BLOCK;
 use quern_kernels::exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, Executor, Output, Plan};
+use quern_models::format::{create_sibling, destination};
 
 use super::{Activations, Kv, Usage, open, print, threads};
 
@@ -55,23 +56,54 @@ pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
         kv: args.kv.into(),
     };
     let mut executor = CpuExecutor::new(Arc::new(file), options)?;
-    let failed = |e: std::io::Error| format!("{}: {e}", args.logits.display());
-    let mut out = BufWriter::new(File::create(&args.logits).map_err(failed)?);
-    out.write_all(&safetensors_header(ids.len(), vocab)).map_err(failed)?;
-    let mut start = 0;
+    let path = destination(&args.logits).map_err(|e| format!("{}: {e}", args.logits.display()))?;
+    if path.canonicalize().is_ok_and(|out| args.file.canonicalize().is_ok_and(|model| out == model)) {
+        return Err(Usage("--logits: that is the model's own file".into()).into());
+    }
+    let (temp, out) = create_sibling(&path)?;
+    let written = write(&mut executor, &ids, &blocks, vocab, out).and_then(|bad| {
+        std::fs::rename(&temp, &path)?;
+        Ok(bad)
+    });
+    let bad = written.map_err(|e| {
+        // The first error is the one to report.
+        let _ = std::fs::remove_file(&temp);
+        format!("{}: {e}", path.display())
+    })?;
+    print(&format!("{}: logits [{}, {vocab}], {}\n", path.display(), ids.len(), executor.describe()))?;
+    match bad {
+        Some(token) => {
+            Err(format!("the logits after token {token} are not finite: the model's weights are damaged").into())
+        }
+        None => Ok(()),
+    }
+}
+
+/// Computes and writes all logits; returns the first position whose logits are not finite.
+fn write(
+    executor: &mut CpuExecutor,
+    ids: &[u32],
+    blocks: &[u32],
+    vocab: usize,
+    file: File,
+) -> Result<Option<usize>, Box<dyn Error>> {
+    let mut out = BufWriter::new(file);
+    out.write_all(&safetensors_header(ids.len(), vocab))?;
+    let (mut start, mut bad) = (0, None);
     for tokens in ids.chunks(CHUNK) {
         let output = Output::Logits { from: 0 };
-        let plan = Plan { chunks: vec![Chunk { tokens, start, blocks: &blocks, output }] };
-        let ticket = executor.submit(&plan)?;
+        let ticket = executor.submit(&Plan { chunks: vec![Chunk { tokens, start, blocks, output }] })?;
         for output in executor.collect(ticket)? {
             let ChunkOutput::Logits(rows) = output else { unreachable!("logits were asked") };
+            let first = rows.chunks_exact(vocab).position(|row| !row.iter().all(|x| x.is_finite()));
+            bad = bad.or(first.map(|row| start + row));
             let bytes: Vec<u8> = rows.iter().flat_map(|x| x.to_le_bytes()).collect();
-            out.write_all(&bytes).map_err(failed)?;
+            out.write_all(&bytes)?;
         }
         start += tokens.len();
     }
-    out.flush().map_err(failed)?;
-    print(&format!("{}: logits [{}, {vocab}], {}\n", args.logits.display(), ids.len(), executor.describe()))
+    out.flush()?;
+    Ok(bad)
 }
 
 /// Tokens of a step: bounds the memory that logits take.

@@ -105,6 +105,14 @@ fn threads(text: &str) -> Result<usize, String> {
     n.ok_or_else(|| format!("expected a number of threads from 1 to {MAX_THREADS}"))
 }
 
+/// Most sequences of a benchmark.
+const MAX_BATCH: usize = 4096;
+
+fn batch(text: &str) -> Result<usize, String> {
+    let n = text.parse().ok().filter(|n| (1..=MAX_BATCH).contains(n));
+    n.ok_or_else(|| format!("expected a number of sequences from 1 to {MAX_BATCH}"))
+}
+
 fn positive(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "expected a whole number of at least 1".into())
 }

@@ -89,7 +89,7 @@ mod tests {
         assert_eq!(pool.idle(), 3);
         let mut c = vec![];
         pool.grow(&mut c, 16).unwrap();
-        assert_eq!(c, [2], "the last block of `a` goes first");
+        assert_eq!(c, [1], "the last block of `a` goes first");
         pool.free(&mut c);
         pool.check([&a, &b].into_iter());
     }

@@ -46,7 +46,7 @@ impl<'a> Awq<'a> {
         let (name, raw) = need("qweight")?;
         let (qweight, got) = Words::new(&name, raw)?;
         shaped(&name, got, k)?;
-        if let Some(said) = hint.bits.filter(|&b| b != 4) {
+        if let Some(said) = hint.bits.filter(|&b| b != 4 && !hint.per_module) {
             return Err(ConvertError::tensor(
                 &name,
                 "bits",
@@ -56,8 +56,9 @@ impl<'a> Awq<'a> {
         }
         let (name, raw) = need("scales")?;
         let scales = Scales::new(&name, raw, n)?;
-        let group = group_of(&name, k, scales.groups(), hint.group)?;
-        if let Some(said) = hint.group.filter(|&g| k.div_ceil(g) != scales.groups()) {
+        let said = hint.group.filter(|_| !hint.per_module);
+        let group = group_of(&name, k, scales.groups(), said.map(|g| (g, hint.file.as_str())))?;
+        if let Some(said) = said.filter(|&g| k.div_ceil(g) != scales.groups()) {
             let expected = format!("{} groups of the {said} columns that {} says", k.div_ceil(said), hint.file);
             return Err(ConvertError::tensor(&name, "groups", expected, scales.groups()));
         }

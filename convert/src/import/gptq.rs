@@ -19,13 +19,14 @@ pub struct Gptq<'a> {
     qweight: Words<'a>,
     qzeros: Option<Words<'a>>,
     scales: Scales<'a>,
+    /// How this tensor's stored zero-points are read.
     convention: Convention,
 }
 
 /// What stored zero-points mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Convention {
-    /// Nothing: the zero is the middle code.
+    /// The middle code, whichever version wrote them; of a tensor, that none are stored.
     Mid,
     /// The zero itself (`gptq_v2`).
     Stored,
@@ -65,13 +66,14 @@ impl<'a> Gptq<'a> {
         let bits = bits_of(&name, rows, cols, n, k, hint)?;
         let (name, raw) = need("scales")?;
         let scales = Scales::new(&name, raw, n)?;
-        let claimed = match get("g_idx") {
-            Some((name, raw)) => group_by_index(&name, raw, k, scales.groups())?,
+        let index = get("g_idx");
+        let indexed = match &index {
+            Some((origin, raw)) => group_by_index(origin, raw, k, scales.groups())?.map(|g| (g, origin.as_str())),
             None => None,
         };
-        let claimed = claimed.or(hint.group.filter(|_| !hint.per_module));
-        let group = group_of(&name, k, scales.groups(), claimed)?;
-        if let Some(said) = hint.group.filter(|&g| !hint.per_module && k.div_ceil(g) != scales.groups()) {
+        let said = hint.group.filter(|_| !hint.per_module);
+        let group = group_of(&name, k, scales.groups(), indexed.or(said.map(|g| (g, hint.file.as_str()))))?;
+        if let Some(said) = said.filter(|&g| k.div_ceil(g) != scales.groups()) {
             let expected = format!("{} groups of the {said} columns that {} says", k.div_ceil(said), hint.file);
             return Err(ConvertError::tensor(&name, "groups", expected, scales.groups()));
         }
@@ -81,9 +83,18 @@ impl<'a> Gptq<'a> {
                 "quantize the model again with a current tool",
             ));
         }
+        // Only the middle code needs no storing, so only a symmetric tensor may lack zero-points or the last of them.
+        let asymmetric = hint.sym == Some(false) && !hint.per_module;
         let qzeros = match get("qzeros") {
+            None if asymmetric => {
+                return Err(ConvertError::Missing {
+                    origin: source.name.clone(),
+                    tensor: format!("{module}.qzeros"),
+                    what: format!("{} says that the model is not symmetric", hint.file),
+                });
+            }
             None => None,
-            Some((name, raw)) => Some(zero_words(&name, raw, n, bits, scales.groups())?),
+            Some((name, raw)) => Some(zero_words(&name, raw, n, bits, scales.groups(), !asymmetric)?),
         };
         let shape = IntShape { n, k, bits, group, zero: ZeroKind::Mid, scale: scales.stored() };
         Ok(Gptq { shape, qweight, qzeros, scales, convention: Convention::Mid })
@@ -93,8 +104,8 @@ impl<'a> Gptq<'a> {
     pub fn pattern(&self) -> Pattern {
         let Some(words) = &self.qzeros else { return Pattern::Absent };
         let mid = self.shape.mid();
-        // AutoGPTQ drops the fields of a last partial word: only those that are there count.
-        let n = self.shape.n.min(words.cols * 32 / self.shape.bits as usize);
+        // AutoGPTQ drops the fields of the last N % 32 rows: only those that are there count.
+        let n = self.shape.n.min(fields(words, self.shape.bits));
         if n == 0 {
             return Pattern::Absent;
         }
@@ -112,15 +123,23 @@ impl<'a> Gptq<'a> {
         if low { Pattern::Low } else { Pattern::Mid }
     }
 
-    /// Sets what the stored zero-points mean.
-    pub fn set_convention(&mut self, name: &str, convention: Convention) -> Result<(), ConvertError> {
-        self.convention = convention;
-        if convention != Convention::Mid {
-            self.shape.zero = ZeroKind::Code;
+    /// Sets what the stored zero-points mean: `model` is the [`convention`] of all tensors, `pattern` this one's.
+    pub fn set_convention(&mut self, name: &str, model: Convention, pattern: Pattern) -> Result<(), ConvertError> {
+        // A symmetric tensor stores nothing in the file, in an asymmetric model too. What the source stores is still
+        // read, by the version that its values show, so that verification finds any that is not the middle code.
+        self.convention = match pattern {
+            Pattern::Absent => Convention::Mid,
+            Pattern::Low => Convention::Less,
+            Pattern::Mid => Convention::Stored,
+            Pattern::Mixed => model,
+        };
+        self.shape.zero = if pattern == Pattern::Mixed { ZeroKind::Code } else { ZeroKind::Mid };
+        if model != Convention::Mid {
             let words = self.qzeros.as_ref().map_or(0, |w| w.cols);
             let needed = (self.shape.n * self.shape.bits as usize).div_ceil(32);
             if words < needed {
-                return Err(ConvertError::tensor(&format!("{name}.qzeros"), "words of a row", needed, words));
+                let got = format!("{words}; the model is not symmetric, quantize it again with a current tool");
+                return Err(ConvertError::tensor(&format!("{name}.qzeros"), "words of a row", needed, got));
             }
         }
         Ok(())
@@ -143,7 +162,9 @@ impl Integers for Gptq<'_> {
     }
 
     fn zero(&self, row: usize, group: usize) -> u8 {
-        match (self.convention, &self.qzeros) {
+        // Fields that AutoGPTQ dropped are those of a symmetric tensor.
+        let stored = self.qzeros.as_ref().filter(|words| row < fields(words, self.shape.bits));
+        match (self.convention, stored) {
             (Convention::Stored, Some(words)) => field(words, group, row, self.shape.bits),
             (Convention::Less, Some(words)) => {
                 let bit = row * self.shape.bits as usize;
@@ -195,6 +216,9 @@ pub fn convention(patterns: &[(&str, Pattern)], hint: &Hint) -> Result<Conventio
         return conflict(mid, "all the middle code (version 2)", low, "all one below the middle (version 1)");
     }
     let Some(mixed) = mixed else { return Ok(Convention::Mid) };
+    if let Some(absent) = first(Pattern::Absent) {
+        return conflict(absent, "none; is the download complete?", mixed, "stored ones that differ");
+    }
     if hint.sym == Some(true) && !hint.per_module {
         let expected = format!("one value, as {} says sym", hint.file);
         return Err(ConvertError::tensor(&format!("{mixed}.qzeros"), "zero-points", expected, "different ones"));
@@ -271,13 +295,19 @@ fn zero_words<'a>(
     n: usize,
     bits: u8,
     groups: usize,
+    may_be_cut: bool,
 ) -> Result<Words<'a>, ConvertError> {
     let (words, [rows, cols]) = Words::new(name, raw)?;
     let (whole, cut) = ((n * bits as usize).div_ceil(32), n / 32 * bits as usize);
-    if rows != groups || (cols != whole && cols != cut) {
+    if rows != groups || (cols != whole && !(may_be_cut && cols == cut)) {
         return Err(ConvertError::tensor(name, "shape", format!("[{groups}, {whole}]"), format!("[{rows}, {cols}]")));
     }
     Ok(words)
+}
+
+/// Fields of a row.
+fn fields(words: &Words, bits: u8) -> usize {
+    words.cols * 32 / bits as usize
 }
 
 /// Field `row` of the bitstream in row `group`.
@@ -306,6 +336,8 @@ mod tests {
             convention(&named, &hint(label)).map_err(|e| e.to_string())
         };
         assert_eq!(decide(&[Low, Low, Absent], "gptq"), Ok(Convention::Mid));
+        assert_eq!(decide(&[Absent, Absent], "gptq"), Ok(Convention::Mid));
+        assert!(decide(&[Mixed, Absent], "gptq").unwrap_err().contains("got none"));
         assert_eq!(decide(&[Mid, Mid], "gptq"), Ok(Convention::Mid)); // vllm#38966
         assert_eq!(decide(&[Low, Low], "gptq_v2"), Ok(Convention::Mid));
         assert_eq!(decide(&[Mixed, Low], "gptq"), Ok(Convention::Less));
@@ -313,6 +345,9 @@ mod tests {
         assert!(decide(&[Mid, Low], "gptq").unwrap_err().contains("version 1"));
         assert!(decide(&[Mixed, Low], "gptq_v2").is_err());
         assert!(decide(&[Mixed, Mid], "gptq").is_err());
+        let named = [("a", Mixed), ("b", Absent), ("c", Low)];
+        let text = convention(&named, &hint("gptq")).unwrap_err().to_string();
+        assert!(text.contains("tensor b.qzeros: zero-points: expected stored ones that differ, as a has"), "{text}");
         let sym = Hint { sym: Some(true), ..hint("gptq") };
         assert!(convention(&[("m", Mixed)], &sym).unwrap_err().to_string().contains("sym"));
     }

@@ -188,16 +188,22 @@ pub(crate) fn nibbles(word: u32) -> [u8; 8] {
 
 /// Columns of a group, from the number of groups and, where that leaves a choice, what is claimed.
 ///
-/// One group is the whole row, rounded up to 32 columns. Otherwise `claimed` (config or g_idx) is
-/// taken if it gives `groups`; without a claim the only power of two that does, or the exact quotient.
-pub(crate) fn group_of(name: &str, k: usize, groups: usize, claimed: Option<usize>) -> Result<usize, ConvertError> {
+/// One group is the whole row, rounded up to 32 columns. Otherwise `claimed`, with the file or tensor
+/// that says it, is taken if it gives `groups`; without a claim the only power of two that does, or the
+/// exact quotient.
+pub(crate) fn group_of(
+    name: &str,
+    k: usize,
+    groups: usize,
+    claimed: Option<(usize, &str)>,
+) -> Result<usize, ConvertError> {
     let gives = |g: usize| g > 0 && k.div_ceil(g) == groups;
     let group = match claimed {
         _ if groups == 1 => k.next_multiple_of(32),
-        Some(g) if gives(g) => g,
-        Some(g) => {
-            let got = format!("{groups} groups for {k} columns");
-            let expected = format!("{} groups of the {g} columns that the config says", k.div_ceil(g.max(1)));
+        Some((g, _)) if gives(g) => g,
+        Some((g, origin)) => {
+            let got = format!("{groups} for {k} columns");
+            let expected = format!("{} groups of the {g} columns that {origin} says", k.div_ceil(g.max(1)));
             return Err(ConvertError::tensor(name, "groups", expected, got));
         }
         None if k.is_multiple_of(groups) && (k / groups).is_multiple_of(16) => k / groups,
@@ -229,10 +235,11 @@ mod tests {
         assert_eq!(group(576, 5, None), Ok(128)); // partial: 4.5 groups
         assert_eq!(group(576, 9, None), Ok(64));
         assert_eq!(group(576, 6, None), Ok(96));
-        assert_eq!(group(576, 5, Some(128)), Ok(128));
-        assert_eq!(group(576, 1, Some(64)), Ok(576));
+        assert_eq!(group(576, 5, Some((128, "c"))), Ok(128));
+        assert_eq!(group(576, 1, Some((64, "c"))), Ok(576));
         assert_eq!(group(100, 1, None), Ok(128));
-        assert!(group(576, 9, Some(128)).unwrap_err().contains("128 columns that the config says"));
+        let error = group(576, 9, Some((128, "t.g_idx"))).unwrap_err();
+        assert!(error.contains("expected 5 groups of the 128 columns that t.g_idx says, got 9"), "{error}");
         assert!(group(128, 8, None).unwrap_err().contains("a group of 16 columns"));
         assert!(group(100, 99, None).is_err());
     }

@@ -7,6 +7,7 @@ use std::{
 };
 
 use quern_models::{Generation, map::Mapped};
+use serde::Deserialize;
 use serde_json::Value;
 
 use super::{Checkpoint, RawTensor, Source, map, name_of, pickled, safetensors};
@@ -97,6 +98,7 @@ pub(super) fn read<'a>(
     let tokenizer_config = optional_json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
     let mut notes = vec![];
     let tokenizer = tokenizer(dir, &mut notes)?;
+    let generation = generation(dir, &config, &tokenizer_config, tokenizer.as_deref(), &mut notes)?;
     let model = config.get("_name_or_path").or(config.get("_model_name_or_path")).and_then(Value::as_str);
     Ok(Checkpoint {
         name: name_of(if dir == Path::new(".") { &shards[0].0 } else { dir }),
@@ -104,7 +106,7 @@ pub(super) fn read<'a>(
         quant_config: quant_config(dir, &config)?,
         tokenizer,
         chat_template: chat_template(dir, &tokenizer_config, &mut notes)?,
-        generation: generation(dir, &config, &tokenizer_config)?,
+        generation,
         licence: licence(dir),
         model: model.filter(|m| !m.is_empty()).map(String::from),
         gguf: false,
@@ -222,7 +224,13 @@ fn quant_config(dir: &Path, config: &Value) -> Result<Option<(String, Value)>, C
     Ok(found.map(|v| ("config.json".into(), v.clone())))
 }
 
-fn generation(dir: &Path, config: &Value, tokenizer_config: &Value) -> Result<Generation, ConvertError> {
+fn generation(
+    dir: &Path,
+    config: &Value,
+    tokenizer_config: &Value,
+    tokenizer: Option<&[u8]>,
+    notes: &mut Vec<String>,
+) -> Result<Generation, ConvertError> {
     let own = optional_json(&dir.join("generation_config.json"))?.unwrap_or_default();
     let map = optional_json(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
     // Recommendations only: a value of another type than expected is passed over.
@@ -240,6 +248,16 @@ fn generation(dir: &Path, config: &Value, tokenizer_config: &Value) -> Result<Ge
             value.as_str().or_else(|| value.get("content")?.as_str()).map(String::from)
         })
     };
+    let (mut eos, eos_text) = (ids("eos_token_id"), token("eos_token"));
+    if let (true, Some(text), Some(tokenizer)) = (eos.is_empty(), &eos_text, tokenizer)
+        && let Some(id) = added_token(tokenizer, text)
+    {
+        eos.push(id);
+        notes.push(format!(
+            "neither generation_config.json nor config.json has eos_token_id: answers end at {text} ({id}), the \
+             tokenizer's eos_token"
+        ));
+    }
     Ok(Generation {
         temperature: float("temperature"),
         top_k: own.get("top_k").and_then(id),
@@ -247,12 +265,22 @@ fn generation(dir: &Path, config: &Value, tokenizer_config: &Value) -> Result<Ge
         min_p: float("min_p"),
         repetition_penalty: float("repetition_penalty"),
         do_sample: own.get("do_sample").and_then(Value::as_bool),
-        eos: ids("eos_token_id"),
+        eos,
         bos: ids("bos_token_id").first().copied(),
         pad: ids("pad_token_id").first().copied(),
         bos_text: token("bos_token"),
-        eos_text: token("eos_token"),
+        eos_text,
     })
+}
+
+/// Id of a token by its text, among the `added_tokens` of a tokenizer.json.
+fn added_token(tokenizer: &[u8], text: &str) -> Option<u32> {
+    #[derive(Deserialize)]
+    struct Added {
+        added_tokens: Vec<Value>,
+    }
+    let added = serde_json::from_slice::<Added>(tokenizer).ok()?.added_tokens;
+    added.iter().find(|t| t.get("content").and_then(Value::as_str) == Some(text)).and_then(|t| id(t.get("id")?))
 }
 
 fn id(value: &Value) -> Option<u32> {

@@ -39,7 +39,13 @@ pub fn checkpoint<'a>(gguf: &Gguf<'a>, name: &str) -> Result<Checkpoint<'a>, Mal
     let mut tensors = std::collections::BTreeMap::new();
     for t in gguf.tensors.iter().filter(|t| t.name != ROPE_FACTORS) {
         let (name, rows) = rename(t, head_dim)?;
-        tensors.insert(name, RawTensor { dtype: t.dtype, shape: t.shape.clone(), bytes: t.bytes, rows });
+        let raw = RawTensor { dtype: t.dtype, shape: t.shape.clone(), bytes: t.bytes, rows };
+        if tensors.insert(name.clone(), raw).is_some() {
+            let same = |other: &&Tensor| rename(other, head_dim).is_ok_and(|r| r.0 == name);
+            let first = gguf.tensors.iter().find(same).map_or("another", |other| other.name);
+            let got = format!("{first} and {}; keep one of them", t.name);
+            return Err(Malformed::field("tensor names", format!("one that means {name}"), got));
+        }
     }
     let mut notes = vec![];
     let tokenizer = gguf_tokenizer::tokenizer_json(gguf, &mut notes)?;
@@ -50,7 +56,7 @@ pub fn checkpoint<'a>(gguf: &Gguf<'a>, name: &str) -> Result<Checkpoint<'a>, Mal
         quant_config: None,
         tokenizer,
         chat_template: gguf.optional("tokenizer.chat_template").map(String::from),
-        generation: generation(gguf)?,
+        generation: generation(gguf, &mut notes)?,
         licence: gguf.optional("general.license").map(String::from),
         model: gguf.optional("general.name").map(String::from),
         gguf: true,
@@ -206,7 +212,10 @@ fn rename(t: &Tensor, head_dim: usize) -> Result<(String, Rows), Malformed> {
     Ok((format!("model.layers.{layer}.{ours}.{kind}"), rows))
 }
 
-fn generation(gguf: &Gguf) -> Result<Generation, Malformed> {
+/// Control tokens that end a turn, whatever the metadata says of them: the ones llama.cpp looks for by text.
+const END_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"];
+
+fn generation(gguf: &Gguf, notes: &mut Vec<String>) -> Result<Generation, Malformed> {
     let id = |key: &str| gguf.whole(&format!("tokenizer.ggml.{key}_token_id")).map(|v| v.map(|v| v as u32));
     let mut eos: Vec<u32> = vec![];
     for key in ["eos", "eot", "eom"] {
@@ -216,6 +225,16 @@ fn generation(gguf: &Gguf) -> Result<Generation, Malformed> {
         Some(Value::Texts(tokens)) => &tokens[..],
         _ => &[],
     };
+    if let Some(Value::Numbers(types)) = gguf.meta.get("tokenizer.ggml.token_type") {
+        for (id, (token, kind)) in (0u32..).zip(tokens.iter().zip(types.iter())) {
+            if END_OF_TURN.contains(token) && kind.whole() == Some(3) && !eos.contains(&id) {
+                eos.push(id);
+                notes.push(format!(
+                    "{token} ({id}) ends an answer too: the GGUF has it as a control token, but not among its end tokens"
+                ));
+            }
+        }
+    }
     let text = |id: Option<u32>| tokens.get(id? as usize).map(|t| t.to_string());
     Ok(Generation {
         bos_text: text(id("bos")?),

@@ -76,6 +76,28 @@ fn generation_defaults_come_from_wherever_they_stand() {
 }
 
 #[test]
+fn the_end_token_is_looked_up_by_its_text_where_no_id_is_given() {
+    let mut silent = config();
+    silent.as_object_mut().unwrap().remove("eos_token_id");
+    let silent = silent.to_string();
+    let tokens = json!({ "eos_token": "<end>" }).to_string();
+    let added = |text: &str| json!({ "added_tokens": [{ "id": 4, "content": "<s>" }, { "id": 7, "content": text }] });
+    let (known, unknown) = (added("<end>").to_string(), added("<other>").to_string());
+    for (name, config, tokenizer, expected) in [
+        ("eos-text", Some(&silent[..]), &known[..], &[7][..]),
+        ("eos-id", None, &known, &[2, 3]),
+        ("eos-unknown", Some(&silent), &unknown, &[]),
+        ("eos-no-list", Some(&silent), "{}", &[]),
+    ] {
+        let mut files = vec![("tokenizer_config.json", &tokens[..]), ("tokenizer.json", tokenizer)];
+        files.extend(config.map(|c| ("config.json", c)));
+        let (file, notes) = beside(name, &files);
+        assert_eq!(file.generation().eos, expected, "{name}");
+        assert_eq!(notes.iter().any(|n| n.contains("answers end at <end> (7)")), expected == [7], "{name}: {notes:?}");
+    }
+}
+
+#[test]
 fn licences_come_from_the_model_card() {
     let licence = |card: &str| {
         let (file, _) = beside(&format!("licence-{}", card.len()), &[("README.md", card)]);

@@ -70,10 +70,11 @@ fn the_vocabulary_becomes_the_tokenizer_again() {
     assert_eq!(rebuilt["pre_tokenizer"]["pretokenizers"][1]["use_regex"], true);
 }
 
-/// A one-tensor GGUF that is valid up to where the metadata is looked at.
-fn bytes(entries: &[(&str, Meta)]) -> Vec<u8> {
+/// A GGUF of small tensors that is valid up to where the metadata is looked at.
+fn bytes(entries: &[(&str, Meta)], tensors: &[&str]) -> Vec<u8> {
     let text = |s: &str| [&(s.len() as u64).to_le_bytes()[..], s.as_bytes()].concat();
-    let mut b = b"GGUF\x03\0\0\0\x01\0\0\0\0\0\0\0".to_vec();
+    let mut b = b"GGUF\x03\0\0\0".to_vec();
+    b.extend((tensors.len() as u64).to_le_bytes());
     b.extend((entries.len() as u64).to_le_bytes());
     for (key, value) in entries {
         b.extend(text(key));
@@ -94,9 +95,13 @@ fn bytes(entries: &[(&str, Meta)]) -> Vec<u8> {
             Meta::Flag(f) => b.extend([7, 0, 0, 0, *f as u8]),
         }
     }
-    b.extend(text("token_embd.weight"));
-    b.extend([&[2, 0, 0, 0], &32u64.to_le_bytes()[..], &3u64.to_le_bytes(), &[0; 4], &[0; 8]].concat());
-    b.resize(b.len().next_multiple_of(32) + 3 * 32 * 4, 0);
+    const SIZE: usize = 3 * 32 * 4;
+    for (i, name) in tensors.iter().enumerate() {
+        let at = (i * SIZE) as u64;
+        b.extend(text(name));
+        b.extend([&[2, 0, 0, 0], &32u64.to_le_bytes()[..], &3u64.to_le_bytes(), &[0; 4], &at.to_le_bytes()].concat());
+    }
+    b.resize(b.len().next_multiple_of(32) + tensors.len() * SIZE, 0);
     b
 }
 
@@ -129,16 +134,55 @@ fn base() -> Vec<(&'static str, Meta)> {
     ]
 }
 
-/// What `base` says with one entry changed or added.
-fn with(key: &'static str, value: Meta) -> Result<(Value, Value, Vec<u32>), String> {
+/// What `base` says with some entries changed or added.
+fn read<R>(
+    changes: &[(&'static str, Meta)],
+    tensors: &[&str],
+    look: impl Fn(source::Checkpoint) -> R,
+) -> Result<R, String> {
     let mut entries = base();
-    entries.retain(|e| e.0 != key);
-    entries.push((key, value));
-    let bytes = bytes(&entries);
+    entries.retain(|e| changes.iter().all(|c| c.0 != e.0));
+    entries.extend_from_slice(changes);
+    let bytes = bytes(&entries, tensors);
     let gguf = source::gguf::parse(&bytes).map_err(|e| e.to_string())?;
-    let checkpoint = source::gguf_llama::checkpoint(&gguf, "t").map_err(|e| e.to_string())?;
-    let tokenizer = serde_json::from_slice(&checkpoint.tokenizer.unwrap_or(b"null".into())).unwrap();
-    Ok((checkpoint.config, tokenizer, checkpoint.generation.eos))
+    source::gguf_llama::checkpoint(&gguf, "t").map(look).map_err(|e| e.to_string())
+}
+
+/// Config, tokenizer and end tokens with one entry changed or added.
+fn with(key: &'static str, value: Meta) -> Result<(Value, Value, Vec<u32>), String> {
+    read(&[(key, value)], &["token_embd.weight"], |checkpoint| {
+        let tokenizer = serde_json::from_slice(&checkpoint.tokenizer.unwrap_or(b"null".into())).unwrap();
+        (checkpoint.config, tokenizer, checkpoint.generation.eos)
+    })
+}
+
+#[test]
+fn turns_end_at_the_tokens_that_are_known_to_end_them() {
+    let tokens = Meta::Texts(&["<s>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|im_start|>"]);
+    let end = |types: &'static [i32]| {
+        let changes = [("tokenizer.ggml.tokens", tokens.clone()), ("tokenizer.ggml.token_type", Meta::Numbers(types))];
+        read(&changes, &["token_embd.weight"], |c| (c.generation.eos, c.notes)).unwrap()
+    };
+    // 0 and 1 are named by the metadata; ordinary (1) and user-defined (4) tokens are text.
+    let (eos, notes) = end(&[3, 3, 3, 3, 3, 3]);
+    assert_eq!(eos, [0, 1, 2, 3, 4]);
+    assert_eq!(notes.len(), 3);
+    assert!(notes[0].contains("<|im_end|> (2) ends an answer too"), "{notes:?}");
+    let (eos, notes) = end(&[3, 1, 1, 4, 3, 3]);
+    assert_eq!((&eos[..], notes.len()), (&[0, 1, 4][..], 1));
+}
+
+#[test]
+fn two_tensors_of_one_name_are_an_error() {
+    let tensors = ["token_embd.weight", "output_norm.weight", "blk.0.ffn_up.weight"];
+    assert_eq!(read(&[], &tensors, |c| c.tensors.len()), Ok(3));
+    for (gguf, ours) in [("output_norm", "model.norm"), ("blk.0.ffn_up", "model.layers.0.mlp.up_proj")] {
+        let (gguf, ours) = (format!("{gguf}.weight"), format!("{ours}.weight"));
+        for pair in [[&gguf, &ours], [&ours, &gguf]] {
+            let text = read(&[], &["token_embd.weight", pair[0], pair[1]], |_| ()).unwrap_err();
+            assert!(text.contains(&format!("one that means {ours}, got {} and {}", pair[0], pair[1])), "{text}");
+        }
+    }
 }
 
 #[test]

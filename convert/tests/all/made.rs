@@ -242,6 +242,14 @@ fn put_words(tensors: &mut Tensors, module: &str, part: &str, shape: [usize; 2],
     tensors.insert(format!("{module}.{part}"), ("I32", shape.into(), bytes));
 }
 
+/// Cuts the zero-points of an `[n, k]` module as AutoGPTQ does: `n / 32 * bits` words of a group.
+pub fn cut_zeros(tensors: &mut Tensors, module: &str, n: usize, bits: usize) {
+    let (_, shape, bytes) = tensors.get_mut(&format!("{module}.qzeros")).unwrap();
+    let (whole, cut) = (shape[1], n / 32 * bits);
+    *bytes = bytes.chunks_exact(4 * whole).flat_map(|row| &row[..4 * cut]).copied().collect();
+    shape[1] = cut;
+}
+
 /// Writes config.json and the tensors as `file` into a model directory.
 pub fn write(dir: &Path, config: &Value, tensors: &Tensors, file: &str) {
     fs::write(dir.join("config.json"), serde_json::to_vec(config).unwrap()).unwrap();

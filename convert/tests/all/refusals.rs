@@ -44,6 +44,9 @@ fn shapes_and_config_must_agree() {
     model("bits", |c, _| c["quantization_config"]["bits"] = json!(8))
         .fails("bits: expected 8, as config.json says, got 4");
     model("group", |c, _| c["quantization_config"]["group_size"] = json!(64)).fails("64 columns");
+    let index: Vec<u8> = (0..HIDDEN as u32).flat_map(|k| (k / 16).to_le_bytes()).collect();
+    model("index", |_, t| drop(t.insert(format!("{Q}.g_idx"), ("I32", vec![HIDDEN], index))))
+        .fails(&format!("{Q}.scales: groups: expected 4 groups of the 16 columns that {Q}.g_idx says, got 2"));
     model("method", |c, _| c["quantization_config"]["quant_method"] = json!("awq")).fails("awq, as config.json says");
     model("vocab", |c, _| c["vocab_size"] = json!(VOCAB + 1)).fails("model.embed_tokens.weight: shape");
     model("hidden", |c, _| c["intermediate_size"] = json!(128)).fails("mlp.gate_proj.qweight: shape");
@@ -99,6 +102,44 @@ fn values_that_cannot_be_right_are_named() {
     })
     .fails(&format!("{Q}.qzeros: zero-points"));
     model("sym", |_, t| t.get_mut(&format!("{Q}.qzeros")).unwrap().2[0] = 0x12).fails("says sym");
+}
+
+#[test]
+fn zero_points_are_not_made_up() {
+    let missing = format!("tensor {Q}.qzeros is missing (config.json says that the model is not symmetric)");
+    model("no-zeros", |c, t| {
+        c["quantization_config"]["sym"] = json!(false);
+        t.remove(&format!("{Q}.qzeros"));
+    })
+    .fails(&missing);
+    // The config says nothing, but another tensor is asymmetric.
+    let other = "model.layers.0.mlp.up_proj.qzeros";
+    let unsaid = |c: &mut Value, t: &mut Tensors| {
+        c["quantization_config"]["sym"] = Value::Null;
+        t.get_mut(other).unwrap().2[0] = 0x12;
+    };
+    model("no-zeros-unsaid", |c, t| {
+        unsaid(c, t);
+        t.remove(&format!("{Q}.qzeros"));
+    })
+    .fails(&format!("tensor {Q}.qzeros: zero-points"));
+    // The last six rows of the head (AutoGPTQ writes whole groups of 32 only) would have to be guessed.
+    let cut = |tensors: &mut Tensors| {
+        tensors.remove("lm_head.weight");
+        let head = Chosen::new(&mut Random::new(14), VOCAB, HIDDEN, 4, 32, true);
+        head.gptq(tensors, "lm_head", true, FloatType::F16);
+        cut_zeros(tensors, "lm_head", VOCAB, 4);
+    };
+    model("cut-zeros", |c, t| {
+        c["quantization_config"]["sym"] = json!(false);
+        cut(t);
+    })
+    .fails("tensor lm_head.qzeros: shape: expected [2, 9], got [2, 8]");
+    model("cut-zeros-unsaid", |c, t| {
+        unsaid(c, t);
+        cut(t);
+    })
+    .fails("tensor lm_head.qzeros: words of a row: expected 9, got 8");
 }
 
 #[test]

@@ -79,6 +79,70 @@ fn a_borrow_between_zero_fields_is_undone() {
 }
 
 #[test]
+fn a_partial_last_group_is_exact_with_and_without_an_index() {
+    // Columns of `down` are a group and a half; the config or the index says so.
+    let mut random = Random::new(15);
+    for (index, group) in [(true, 64), (true, 0), (false, 64)] {
+        for sym in [true, false] {
+            let scratch = Scratch::new(&format!("partial-{index}-{group}-{sym}"));
+            let mut tensors = around(&mut random);
+            let mut all = vec![];
+            for (target, module, n, k) in LINEARS {
+                let chosen = Chosen::new(&mut random, n, k, 4, 64, sym);
+                chosen.gptq(&mut tensors, module, true, FloatType::F16);
+                if !index {
+                    tensors.remove(&format!("{module}.g_idx"));
+                }
+                all.push((target, chosen));
+            }
+            write(&scratch.model(), &gptq_config("gptq", 4, group, Some(sym)), &tensors, "model.safetensors");
+            let (report, file) = scratch.convert(&Options::default()).unwrap();
+            all.iter().for_each(|(target, chosen)| check(&file, target, chosen));
+            let Scheme::Int { group, .. } = file.tensor("layers.0.down").unwrap().scheme else { panic!() };
+            assert_eq!((group, report.verified.zeros > 0), (64, !sym));
+        }
+    }
+}
+
+#[test]
+fn zero_points_that_auto_gptq_drops_are_the_middle_code() {
+    let mut random = Random::new(16);
+    for bits in [4, 8] {
+        for v1 in [true, false] {
+            let scratch = Scratch::new(&format!("cut-{bits}-{v1}"));
+            let mut tensors = around(&mut random);
+            for (_, module, n, k) in LINEARS {
+                Chosen::new(&mut random, n, k, bits, 32, true).gptq(&mut tensors, module, v1, FloatType::F16);
+            }
+            tensors.remove("lm_head.weight");
+            let head = Chosen::new(&mut random, VOCAB, HIDDEN, bits, 32, true);
+            head.gptq(&mut tensors, "lm_head", v1, FloatType::F16);
+            cut_zeros(&mut tensors, "lm_head", VOCAB, bits);
+            write(&scratch.model(), &gptq_config("gptq", bits, 32, Some(true)), &tensors, "model.safetensors");
+            let (_, file) = scratch.convert(&Options::default()).unwrap();
+            check(&file, "head", &head);
+        }
+    }
+    // Whole words, the last one partial, of an asymmetric head.
+    for v1 in [true, false] {
+        let scratch = Scratch::new(&format!("ragged-{v1}"));
+        let mut tensors = around(&mut random);
+        tensors.remove("lm_head.weight");
+        let mut all = vec![("head", Chosen::new(&mut random, VOCAB, HIDDEN, 4, 32, false))];
+        all[0].1.gptq(&mut tensors, "lm_head", v1, FloatType::F16);
+        for (target, module, n, k) in LINEARS {
+            let chosen = Chosen::new(&mut random, n, k, 4, 32, false);
+            chosen.gptq(&mut tensors, module, v1, FloatType::F16);
+            all.push((target, chosen));
+        }
+        let label = if v1 { "gptq" } else { "gptq_v2" };
+        write(&scratch.model(), &gptq_config(label, 4, 32, Some(false)), &tensors, "model.safetensors");
+        let (_, file) = scratch.convert(&Options::default()).unwrap();
+        all.iter().for_each(|(target, chosen)| check(&file, target, chosen));
+    }
+}
+
+#[test]
 fn config_is_only_a_hint() {
     // No quantization config, no g_idx, no qzeros, all-zero biases: the tensors say enough.
     let mut random = Random::new(3);
@@ -150,6 +214,36 @@ fn awq_is_exact_and_scales_keep_what_f16_cannot_hold() {
             assert_eq!((report.method, report.verified.scales), ("awq", report.verified.zeros));
         }
     }
+}
+
+#[test]
+fn modules_may_differ_in_awq_too() {
+    let mut random = Random::new(17);
+    let scratch = Scratch::new("awq-dynamic");
+    let mut tensors = around(&mut random);
+    let mut all = vec![];
+    for (i, (target, module, n, k)) in LINEARS.into_iter().enumerate() {
+        let chosen = Chosen::new(&mut random, n, k, 4, if i == 2 { 32 } else { 64 }, false);
+        chosen.awq(&mut tensors, module, FloatType::F16);
+        all.push((target, chosen));
+    }
+    // `down` has a group and a half of columns, which only a claim explains.
+    let (target, module, n, k) = LINEARS[6];
+    all[6] = (target, Chosen::new(&mut random, n, k, 4, 32, false));
+    all[6].1.awq(&mut tensors, module, FloatType::F16);
+    let mut config = config();
+    config["quantization_config"] = json!({
+        "quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "group_size": 64, "sym": false,
+    });
+    write(&scratch.model(), &config, &tensors, "model.safetensors");
+    scratch.fails("columns that config.json says");
+    config["quantization_config"]["extra_config"] = json!({ LINEARS[2].1: { "group_size": 32 } });
+    config["quantization_config"]["bits"] = json!(8);
+    write(&scratch.model(), &config, &tensors, "model.safetensors");
+    let (_, file) = scratch.convert(&Options::default()).unwrap();
+    all.iter().for_each(|(target, chosen)| check(&file, target, chosen));
+    let schemes = ["layers.0.v", "layers.0.k"].map(|t| file.tensor(t).unwrap().scheme.to_string());
+    assert_eq!(schemes, ["int4 g32 zero", "int4 g64 zero"]);
 }
 
 #[test]

@@ -7,9 +7,11 @@ use crate::team::{Team, split};
 /// Best of a few passes over `bytes` of memory by all threads of a team, in bytes per second.
 ///
 /// Each thread sums a contiguous share, as decoding reads weights. Take a size well beyond the last
-/// level of cache.
-pub fn read_bandwidth(team: &Team, bytes: usize) -> f64 {
-    let words = vec![1u64; bytes / 8];
+/// level of cache. `None` if the memory cannot be had.
+pub fn read_bandwidth(team: &Team, bytes: usize) -> Option<f64> {
+    let mut words = Vec::new();
+    words.try_reserve_exact(bytes / 8).ok()?;
+    words.resize(bytes / 8, 1u64);
     let mut best = f64::INFINITY;
     for _ in 0..5 {
         let start = Instant::now();
@@ -25,5 +27,5 @@ pub fn read_bandwidth(team: &Team, bytes: usize) -> f64 {
         });
         best = best.min(start.elapsed().as_secs_f64());
     }
-    (words.len() * 8) as f64 / best
+    Some((words.len() * 8) as f64 / best)
 }

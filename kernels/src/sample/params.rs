@@ -83,6 +83,12 @@ impl SamplingParams {
 /// Parameters that make no sense, or logits that nothing can be chosen from.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SampleError {
+    /// The model computed an infinity.
+    #[error("the logit of token {token} is infinite: the model's weights are damaged or too large")]
+    Infinite {
+        /// The token.
+        token: u32,
+    },
     /// A value out of its range.
     #[error("{name} is {value}, expected {expected}")]
     Range {

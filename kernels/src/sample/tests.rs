@@ -118,8 +118,12 @@ fn greedy_takes_the_first_of_the_largest() {
     let greedy = SamplingParams::greedy();
     assert_eq!(token(&[0.0, 3.0, 3.0, 1.0], &greedy, 0), 1);
     assert_eq!(token(&[f32::NAN, -5.0, f32::NAN, -4.0], &greedy, 0), 3);
-    assert_eq!(token(&[-1.0, f32::INFINITY, 2.0], &greedy, 0), 1);
-    assert_eq!(token(&[-1.0, f32::INFINITY, 2.0], &SamplingParams::default(), 0), 1);
+    for params in [greedy, SamplingParams::default()] {
+        let refused = sample(&mut [-1.0, f32::INFINITY, 2.0], &params, EMPTY, 0, None);
+        assert_eq!(refused, Err(SampleError::Infinite { token: 1 }), "a model never means an infinity");
+        let sure = SamplingParams { logit_bias: vec![(2, f32::INFINITY)], ..params };
+        assert_eq!(token(&[-1.0, 5.0, 2.0], &sure, 0), 2);
+    }
 }
 
 #[test]

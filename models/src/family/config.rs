@@ -159,11 +159,11 @@ impl<'a> Config<'a> {
         }
     }
 
-    /// A number, or `default` when absent.
+    /// A finite number, or `default` when absent.
     pub fn float_or(&self, key: &str, default: f32) -> Result<f32, FamilyError> {
         match self.get(key) {
             None => Ok(default),
-            Some(v) => Ok(v.as_f64().ok_or_else(|| wrong(key, "a number", Some(v)))? as f32),
+            Some(v) => finite(v).ok_or_else(|| wrong(key, "a number that fits 32 bits", Some(v))),
         }
     }
 
@@ -188,12 +188,12 @@ impl<'a> Config<'a> {
                 return Ok(Rope { theta: self.float_or("rope_theta", 10000.0)?, scaling: RopeScaling::None });
             }
         };
-        let number = |name: &str, default: Option<f64>| {
+        let number = |name: &str, default: Option<f32>| {
             let value = table.get(name).filter(|v| !v.is_null());
-            match (value.map(|v| v.as_f64()), default) {
-                (Some(Some(n)), _) => Ok(n as f32),
-                (None, Some(d)) => Ok(d as f32),
-                _ => Err(wrong(&format!("{key}.{name}"), "a number", value)),
+            match (value.map(finite), default) {
+                (Some(Some(n)), _) => Ok(n),
+                (None, Some(d)) => Ok(d),
+                _ => Err(wrong(&format!("{key}.{name}"), "a number that fits 32 bits", value)),
             }
         };
         let theta = match self.get("rope_theta") {
@@ -202,6 +202,7 @@ impl<'a> Config<'a> {
         };
         let named = ["rope_type", "type"].iter().find_map(|k| table.get(*k).filter(|v| !v.is_null()));
         let kind = match named {
+            None if table.contains_key("factor") => return Err(wrong(&format!("{key}.rope_type"), "a string", None)),
             None => "default",
             Some(v) => v.as_str().ok_or_else(|| wrong(&format!("{key}.rope_type"), "a string", Some(v)))?,
         };
@@ -254,6 +255,11 @@ impl<'a> Config<'a> {
         }
         Ok(warnings)
     }
+}
+
+/// A number as f32, unless it is too large for one.
+fn finite(v: &Value) -> Option<f32> {
+    v.as_f64().map(|x| x as f32).filter(|x| x.is_finite())
 }
 
 fn wrong(key: &str, expected: &str, got: Option<&Value>) -> FamilyError {

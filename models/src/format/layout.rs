@@ -249,6 +249,9 @@ impl TensorInfo {
         let name = std::str::from_utf8(take(table, name_len)?)
             .map_err(|_| FormatError::field("tensor name", "UTF-8", "other bytes"))?
             .to_string();
+        if name.chars().any(char::is_control) {
+            return Err(FormatError::field("tensor name", "no control characters", name.escape_debug()));
+        }
         let bad = |field: &'static str, expected: &str, got: u64| FormatError::Tensor {
             tensor: name.clone(),
             field,

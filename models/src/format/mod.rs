@@ -8,7 +8,7 @@ use std::{io, path::PathBuf};
 
 pub use layout::{MAGIC, PAGE, SectionKind, TensorInfo, VERSION};
 pub use reader::{ModelFile, Verified};
-pub use writer::{FileWriter, Meta, TensorPlan};
+pub use writer::{FileWriter, Meta, TensorPlan, create_sibling, destination};
 
 /// Why a file cannot be used or written.
 #[derive(Debug, thiserror::Error)]

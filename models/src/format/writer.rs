@@ -109,6 +109,7 @@ impl FileWriter {
         };
         fixed.encode(&mut header);
 
+        let path = &destination(path).map_err(|source| FormatError::Io { path: path.into(), source })?;
         let (temp, file) = create_sibling(path)?;
         let io_error = |source| FormatError::Io { path: temp.clone(), source };
         let mut writer = FileWriter {
@@ -223,9 +224,20 @@ fn plan_tensors(plans: Vec<TensorPlan>) -> Result<Vec<TensorInfo>, FormatError> 
     Ok(tensors)
 }
 
+/// Where a file written to `path` goes: a link is followed, and what exists must be a regular file, as
+/// renaming onto a device, a pipe or a socket would replace it.
+pub fn destination(path: &Path) -> io::Result<PathBuf> {
+    let Ok(own) = fs::symlink_metadata(path) else { return Ok(path.into()) };
+    let path = if own.is_symlink() { fs::canonicalize(path)? } else { path.into() };
+    if !fs::metadata(&path)?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "exists and is not a regular file; give another name"));
+    }
+    Ok(path)
+}
+
 /// A new file beside `path`. Its name holds the process id and a number, because a file that a killed
 /// process of the same id left behind must not be in the way.
-fn create_sibling(path: &Path) -> Result<(PathBuf, File), FormatError> {
+pub fn create_sibling(path: &Path) -> Result<(PathBuf, File), FormatError> {
     let mut attempt = 0;
     loop {
         let mut name = path.file_name().unwrap_or_default().to_os_string();

@@ -13,7 +13,7 @@ use quern_kernels::{
 };
 use quern_models::ModelFile;
 
-use super::{Activations, Kv, open, positive, print, threads};
+use super::{Activations, Kv, Usage, batch, open, positive, print, threads};
 use rows::{Measured, Test};
 
 /// Flags of `quern bench`.
@@ -38,7 +38,7 @@ pub struct BenchArgs {
     #[arg(short, long, value_delimiter = ',', default_value = "0")]
     depth: Vec<usize>,
     /// Sequences that generate at the same time
-    #[arg(short, long, value_delimiter = ',', default_value = "1", value_parser = positive)]
+    #[arg(short, long, value_delimiter = ',', default_value = "1", value_parser = batch)]
     batch: Vec<usize>,
     /// Threads [default: all cores]
     #[arg(short, long, value_delimiter = ',', value_parser = threads)]
@@ -78,8 +78,12 @@ pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
     let file = Arc::new(file);
     let tests = tests(&args);
     let most = file.spec().max_context;
-    if let Some(t) = tests.iter().find(|t| t.depth + t.tokens > most) {
-        return Err(format!("{t}: {} tokens, the model was made for at most {most}", t.depth + t.tokens).into());
+    if tests.is_empty() {
+        return Err(Usage("--prompt 0 --generate 0: there is nothing to measure".into()).into());
+    }
+    if let Some(t) = tests.iter().find(|t| t.depth.saturating_add(t.tokens) > most) {
+        let asked = t.depth.saturating_add(t.tokens);
+        return Err(format!("{t}: {asked} tokens, the model was made for at most {most}").into());
     }
     let threads = if args.threads.is_empty() { vec![0] } else { args.threads.clone() };
     let mut all = vec![];
@@ -93,7 +97,7 @@ pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
         }
         drop(executor);
         // After the tests of these threads, because the probe's own memory must not count as theirs.
-        let bandwidth = read_bandwidth(&Team::new(threads), PROBE_BYTES);
+        let bandwidth = read_bandwidth(&Team::new(threads), PROBE_BYTES).unwrap_or(f64::NAN);
         all.iter_mut().filter(|m| m.threads == threads).for_each(|m| m.bandwidth = bandwidth);
     }
     match args.output {

@@ -2,12 +2,23 @@
 //!
 //! The file is written to the system's temporary folder, mapped and deleted at once.
 
-use std::{error::Error, path::PathBuf};
+use std::{
+    error::Error,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use quern_models::{FileWriter, FloatType, Generation, Meta, ModelFile, Scheme, TensorPlan, ZeroKind, family};
 use serde_json::{Value, json};
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGTERM},
+    flag,
+};
 
-use crate::cli::Usage;
+use crate::cli::{Usage, size};
 
 /// Llama 3 shapes by name, or the shape of a `config.json`.
 fn config(shape: &str) -> Result<Value, Box<dyn Error>> {
@@ -35,8 +46,8 @@ fn config(shape: &str) -> Result<Value, Box<dyn Error>> {
 
 /// Writes and opens a model with random weights: int4 layers, int8 embedding and head.
 pub fn model(shape: &str, group: u32) -> Result<ModelFile, Box<dyn Error>> {
-    if group == 0 || !group.is_multiple_of(32) {
-        return Err(Usage(format!("--group: {group} is not a multiple of 32")).into());
+    if group == 0 || !group.is_multiple_of(32) || group > 1 << 16 {
+        return Err(Usage(format!("--group: {group} is not a multiple of 32 up to 65536")).into());
     }
     let plan = family::plan(&config(shape)?)?;
     let scheme = |name: &str, dims: &[u64]| match (name, dims.len()) {
@@ -55,21 +66,44 @@ pub fn model(shape: &str, group: u32) -> Result<ModelFile, Box<dyn Error>> {
         provenance: json!({"source": "random weights", "shape": shape}),
     };
     let path: PathBuf = std::env::temp_dir().join(format!("quern-synthetic-{}.qrn", std::process::id()));
+    let bytes: u64 = plans.iter().map(|p| planes(p).map_or(u64::MAX, |p| p.total)).fold(0, u64::saturating_add);
+    if bytes > MOST_BYTES {
+        let (asked, most) = (size(bytes), size(MOST_BYTES));
+        return Err(Usage(format!("--synthetic: {shape} needs {asked} on the disk, expected at most {most}")).into());
+    }
+    // While the file has a name, a signal ends the writing (which removes it); afterwards it ends the program.
+    let (interrupted, unlinked) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    for signal in [SIGHUP, SIGINT, SIGTERM] {
+        flag::register(signal, interrupted.clone())?;
+        flag::register_conditional_default(signal, unlinked.clone())?;
+    }
     let mut writer = FileWriter::create(&path, &meta, plans.clone())?;
     let mut state = 0x9e3779b97f4a7c15u64;
     for plan in &plans {
+        if interrupted.load(Ordering::Relaxed) {
+            return Err("interrupted; nothing was left behind".into());
+        }
         writer.write(&random_tensor(plan, &mut state))?;
     }
     writer.finish()?;
     let file = ModelFile::open(&path);
     // The map keeps the bytes; nothing is left behind even if the measurement is interrupted.
     std::fs::remove_file(&path)?;
+    unlinked.store(true, Ordering::Relaxed);
     Ok(file?)
 }
 
-fn random_tensor(plan: &TensorPlan, state: &mut u64) -> Vec<u8> {
+/// Disk space that a synthetic model may take: a 400B model at four bits.
+const MOST_BYTES: u64 = 256_000_000_000;
+
+fn planes(plan: &TensorPlan) -> Option<quern_models::Planes> {
     let (n, k) = if plan.dims.len() == 2 { (plan.dims[0], plan.dims[1]) } else { (1, plan.dims[0]) };
-    let planes = plan.scheme.planes(n, k).expect("FileWriter::create accepted the plan");
+    plan.scheme.planes(n, k)
+}
+
+fn random_tensor(plan: &TensorPlan, state: &mut u64) -> Vec<u8> {
+    let planes = planes(plan).expect("FileWriter::create accepted the plan");
+    let k = plan.dims[plan.dims.len() - 1];
     let mut bytes = vec![0; planes.total as usize];
     if let Scheme::Float(_) = plan.scheme {
         // Norm weights of one keep activations in a sane range.

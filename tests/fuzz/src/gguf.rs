@@ -64,6 +64,8 @@ fn used(gguf: &Gguf, bytes: &[u8]) {
         Ok(checkpoint) => checkpoint,
         Err(e) => return assert!(!e.to_string().is_empty()),
     };
+    let named = gguf.tensors.iter().filter(|t| t.name != "rope_freqs.weight").count();
+    assert_eq!(checkpoint.tensors.len(), named, "no tensor takes the name of another");
     for t in checkpoint.tensors.values() {
         if let Rows::Interleaved { head_dim } = t.rows {
             let rows = t.shape[0] as usize;
