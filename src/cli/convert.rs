@@ -15,7 +15,8 @@ use clap::{Args, ValueEnum};
 use quern_convert::{Options, Phase, Progress, Quant, Report, Step, convert, grouped};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use super::{print, size};
+use super::{open, print, size};
+use crate::text::TextModel;
 
 /// Flags of `quern convert`.
 #[derive(Debug, Args)]
@@ -98,7 +99,20 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
     let mut line = Line::new(interrupted);
     let result = convert(&args.source, &out, &options, &mut line);
     line.clear();
-    print(&closing(&result?))
+    let report = result?;
+    if let Some(reason) = text_trouble(&report.path) {
+        line.note(&format!("the weights are fine, but `quern run` will refuse the text side: {reason}"));
+    }
+    print(&closing(&report))
+}
+
+/// Why the file's tokenizer or chat template cannot be used, if so: better known now than on the box.
+fn text_trouble(path: &Path) -> Option<String> {
+    let file = open(path).ok()?;
+    let g = file.generation();
+    let (bos, eos) = (g.bos_text.as_deref(), g.eos_text.as_deref());
+    let text = TextModel::new(file.tokenizer_json()?, file.chat_template(), bos, eos, &g.eos);
+    text.err().map(|e| e.to_string())
 }
 
 /// `NAME.qrn`, from the source's own name or, where that says nothing, its directory's.

@@ -85,3 +85,13 @@ fn zeros_are_wrong_usage() {
         quern(&["bench", arg(&file), flag, "0"]).misused(&[flag]);
     }
 }
+
+#[test]
+fn sizes_beyond_reason_are_refused() {
+    let (_scratch, file) = converted("models/llama");
+    let bench = |flags: &[&str]| quern(&[&["bench", arg(&file)], flags].concat());
+    bench(&["-p", "0", "-n", "1", "-d", "18446744073709551615"]).fails(&["tg1 @ d18446744073709551615", "at most 256"]);
+    bench(&["-b", "4097"]).misused(&["4097", "1 to 4096"]);
+    bench(&["-p", "0", "-n", "0"]).misused(&["nothing to measure"]);
+    quern(&["bench", "--synthetic", "llama-1b", "--group", "1048576"]).misused(&["1048576", "65536"]);
+}

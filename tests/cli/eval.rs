@@ -66,3 +66,19 @@ fn ids_that_cannot_be_are_refused() {
     let nowhere = scratch.at("no/such/folder/logits.safetensors");
     quern(&["eval", arg(&file), "--ids", "1", "--logits", arg(&nowhere)]).fails(&["no/such/folder", "No such file"]);
 }
+
+/// What is overwritten is replaced as a whole, and never the model or a device.
+#[test]
+fn the_output_is_a_file_of_its_own() {
+    let (scratch, file) = converted("models/llama");
+    let model = fs::read(&file).unwrap();
+    quern(&["eval", arg(&file), "--ids", "1,2", "--logits", arg(&file)]).misused(&["the model's own file"]);
+    let link = scratch.at("link.qrn");
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    quern(&["eval", arg(&link), "--ids", "1,2", "--logits", arg(&file)]).misused(&["the model's own file"]);
+    assert!(fs::read(&file).unwrap() == model, "the model was touched");
+    quern(&["eval", arg(&file), "--ids", "1", "--logits", "/dev/null"]).fails(&["/dev/null", "not a regular file"]);
+    let out = scratch.write("old.safetensors", "old".to_string());
+    quern(&["eval", arg(&file), "--ids", "1,2", "--logits", arg(&out)]).ok();
+    assert_eq!(Golden::of(&fs::read(&out).unwrap()).floats("logits").data.len(), 2 * 320);
+}
