@@ -101,9 +101,26 @@ pub enum ConvertError {
         /// Value in the file.
         got: String,
     },
+    /// The output would take the place of a file of the source.
+    #[error("{path} is part of the source, which must stay as it is; choose another name with --out")]
+    OwnSource {
+        /// Output concerned.
+        path: PathBuf,
+    },
+    /// The system starts no thread and the current one cannot be used either.
+    #[error("threads for the conversion: expected at least one, got none: {source}; raise the limit (ulimit -u)")]
+    Threads {
+        /// What the thread pool said.
+        source: rayon::ThreadPoolBuildError,
+    },
     /// The family cannot honour the config.
-    #[error(transparent)]
-    Family(#[from] FamilyError),
+    #[error("{origin}: {source}")]
+    Family {
+        /// Source concerned.
+        origin: String,
+        /// What the family found.
+        source: FamilyError,
+    },
     /// The file cannot be written.
     #[error(transparent)]
     Format(#[from] FormatError),

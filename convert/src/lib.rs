@@ -12,6 +12,7 @@ mod options;
 mod pack;
 mod pipeline;
 pub mod source;
+mod threads;
 mod verify;
 
 pub use error::{ConvertError, Malformed};

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::{
     ConvertError, Options, Phase, Progress, Quant, Report, Row, Step, Verified,
     import::{
-        Integers,
+        IntShape, Integers,
         awq::Awq,
         blocks::Blocks,
         config::{Hint, Method},
@@ -23,6 +23,7 @@ use crate::{
     },
     pack::pack,
     source::{Checkpoint, Dtype, Source},
+    threads::Threads,
     verify,
 };
 
@@ -37,7 +38,8 @@ pub fn convert(
     progress: &mut dyn Progress,
 ) -> Result<Report, ConvertError> {
     let start = Instant::now();
-    if out.exists() && !options.force {
+    // A link that leads nowhere is there too.
+    if out.symlink_metadata().is_ok() && !options.force {
         return Err(ConvertError::Exists { path: out.into() });
     }
     if let Some(group) = options.group.filter(|g| *g == 0 || *g > 1 << 16 || g % 32 != 0) {
@@ -47,8 +49,14 @@ pub fn convert(
         ));
     }
     let files = Source::open(source)?;
+    if let Ok(there) = out.canonicalize()
+        && files.paths().iter().any(|p| p.canonicalize().is_ok_and(|p| p == there))
+    {
+        return Err(ConvertError::OwnSource { path: out.into() });
+    }
     let checkpoint = files.read()?;
-    let plan = Plan::new(&checkpoint, options)?;
+    let threads = Threads::new()?;
+    let plan = threads.run(|| Plan::new(&checkpoint, options))?;
     plan.notes.iter().for_each(|n| progress.note(n));
 
     let meta = Meta {
@@ -63,7 +71,7 @@ pub fn convert(
     let mut pass = Pass::new(&plan.jobs, Phase::Write);
     for job in &plan.jobs {
         go_on(progress)?;
-        job.write(&mut writer)?;
+        threads.run(|| job.write(&mut writer))?;
         pass.done(job, progress);
     }
     let temp = writer.seal()?.to_path_buf();
@@ -76,7 +84,7 @@ pub fn convert(
         for job in &plan.jobs {
             go_on(progress)?;
             let view = file.tensor(&job.target).expect("the writer's plan has every job's tensor");
-            verified += job.verify(&view)?;
+            verified += threads.run(|| job.verify(&view))?;
             pass.done(job, progress);
         }
     }
@@ -122,8 +130,7 @@ enum Data<'a> {
     /// Quantized by us.
     Rtn {
         floats: Floats<'a>,
-        bits: u8,
-        group: usize,
+        shape: IntShape,
     },
 }
 
@@ -133,7 +140,8 @@ impl<'a> Plan<'a> {
             Some((file, config)) => Hint::new(file, config)?,
             None => Hint::default(),
         };
-        let mut family = family::plan(&checkpoint.config)?;
+        let family = family::plan(&checkpoint.config);
+        let mut family = family.map_err(|source| ConvertError::Family { origin: checkpoint.name.clone(), source })?;
         let mut notes = [checkpoint.notes.clone(), std::mem::take(&mut family.warnings)].concat();
         let mut used = BTreeSet::new();
         tie_head(checkpoint, &mut family, &mut used, &mut notes);
@@ -146,6 +154,14 @@ impl<'a> Plan<'a> {
         let mut jobs = vec![];
         for rule in &family.rules {
             jobs.push(job(checkpoint, rule, &hint, choice, &mut used)?);
+        }
+        let small = |j: &&Job| matches!(&j.data, Data::Rtn { shape, .. } if shape.scale == FloatType::F32);
+        if let Some(first) = jobs.iter().find(small) {
+            notes.push(format!(
+                "{} tensor(s), the first is {}, have weights too small for f16 scales: their scales are f32",
+                jobs.iter().filter(small).count(),
+                first.origin
+            ));
         }
         let gptq = jobs.iter().any(|j| matches!(j.data, Data::Gptq(_)));
         let awq = jobs.iter().any(|j| matches!(j.data, Data::Awq(_)));
@@ -312,12 +328,15 @@ fn job<'a>(
 }
 
 fn float(floats: Floats, quant: Quant, asked: Option<usize>) -> Data {
-    let group = |usual| rtn::group_for(floats.k, asked.unwrap_or(usual));
+    let rtn = |bits, usual| {
+        let shape = rtn::shape(&floats, bits, rtn::group_for(floats.k, asked.unwrap_or(usual)));
+        Data::Rtn { floats: floats.clone(), shape }
+    };
     match quant {
         Quant::Keep => Data::Float { stored: floats.kind, floats },
         Quant::F16 => Data::Float { stored: FloatType::F16, floats },
-        Quant::Int4 => Data::Rtn { bits: 4, group: group(64), floats },
-        Quant::Int8 => Data::Rtn { bits: 8, group: group(128), floats },
+        Quant::Int4 => rtn(4, 64),
+        Quant::Int8 => rtn(8, 128),
     }
 }
 
@@ -372,7 +391,7 @@ impl Job<'_> {
             Data::Awq(t) => t.shape().scheme(),
             Data::Blocks(t) => t.shape().scheme(),
             Data::Float { stored, .. } => Scheme::Float(*stored),
-            Data::Rtn { floats, bits, group } => rtn::shape(floats, *bits, *group).scheme(),
+            Data::Rtn { shape, .. } => shape.scheme(),
         }
     }
 
@@ -394,11 +413,9 @@ impl Job<'_> {
             Data::Gptq(t) => writer.write(&pack(t))?,
             Data::Awq(t) => writer.write(&pack(t))?,
             Data::Blocks(t) => writer.write(&pack(t))?,
-            Data::Float { floats, stored } if *stored == floats.kind => writer.write(&floats.kept())?,
+            Data::Float { floats, stored } if *stored == floats.kind => writer.write(&floats.kept(&self.origin)?)?,
             Data::Float { floats, .. } => writer.write(&floats.rounded(&self.origin)?)?,
-            Data::Rtn { floats, bits, group } => {
-                writer.write(&pack(&Rtn::new(&self.origin, floats.clone(), *bits, *group)?))?
-            }
+            Data::Rtn { floats, shape } => writer.write(&pack(&Rtn::new(&self.origin, floats.clone(), *shape)?))?,
         }
         Ok(())
     }
@@ -409,7 +426,7 @@ impl Job<'_> {
             Data::Awq(t) => verify::integers(&self.target, t, view),
             Data::Blocks(t) => verify::integers(&self.target, t, view),
             Data::Float { floats, stored } => verify::floats(&self.target, floats, *stored, view),
-            Data::Rtn { floats, bits, group } => verify::nearest(&self.target, floats, *bits, *group, view),
+            Data::Rtn { floats, shape } => verify::nearest(&self.target, floats, *shape, view),
         }
     }
 }

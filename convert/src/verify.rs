@@ -9,7 +9,7 @@ use rayon::prelude::*;
 
 use crate::{
     ConvertError, Verified,
-    import::{Integers, float::Floats, rtn},
+    import::{IntShape, Integers, float::Floats, rtn},
 };
 
 /// Compares every code, scale, zero-point and minimum of an imported tensor.
@@ -67,25 +67,18 @@ pub fn integers<T: Integers>(name: &str, source: &T, view: &TensorView) -> Resul
 }
 
 /// Checks that every code we chose is the nearest one to its weight, and every scale what the rule says.
-pub fn nearest(
-    name: &str,
-    floats: &Floats,
-    bits: u8,
-    group: usize,
-    view: &TensorView,
-) -> Result<Verified, ConvertError> {
-    let s = rtn::shape(floats, bits, group);
+pub fn nearest(name: &str, floats: &Floats, s: IntShape, view: &TensorView) -> Result<Verified, ConvertError> {
     check_scheme(name, view, s.scheme(), s.n, s.k)?;
-    let at = Shape::new(s.n, s.k, bits, group);
+    let at = Shape::new(s.n, s.k, s.bits, s.group);
     let mid = s.mid() as i32;
     each_panel(s.n, |rows| {
         let mut weights = vec![];
         for row in rows {
             for g in 0..s.groups() {
-                let cols = g * group..s.k.min((g + 1) * group);
+                let cols = g * s.group..s.k.min((g + 1) * s.group);
                 floats.decode(row, cols.clone(), &mut weights);
                 let scale = s.scale.read(view.scales, at.cell(row, g));
-                let expected = f16::from_f32(rtn::extreme(&weights) / -(mid as f32)).to_f32();
+                let expected = rtn::scale_of(&s, rtn::extreme(&weights));
                 if expected.to_bits() != scale.to_bits() {
                     return Err(differ(name, format!("scale [{row}, {g}]"), expected, scale));
                 }

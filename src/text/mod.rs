@@ -11,3 +11,15 @@ pub use model::{PromptError, TextModel};
 pub use stream::{StopStrings, TextStream, Utf8Stream};
 pub use template::{ChatTemplate, Message, TemplateError};
 pub use tokenizer::{Tokenizer, TokenizerError};
+
+/// Text of a file as it may be shown in a terminal: control characters are written out.
+pub(crate) fn printable(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c.is_control() {
+            true => out.extend(c.escape_default()),
+            false => out.push(c),
+        }
+    }
+    out
+}

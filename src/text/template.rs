@@ -15,24 +15,33 @@ use serde_json::{Map, Value};
 
 pub use date::Date;
 
+use super::printable;
+
 /// Bounds the work of one rendering; a template that loops without end must not take the server
 /// along. Long conversations with tools need well under a million.
 const FUEL: u64 = 30_000_000;
+
+/// Most bytes of a template; real ones have up to 30 000.
+const MAX_SOURCE: usize = 128 << 10;
+
+/// The library goes one call deeper for every operator of a chain, so a hostile template of
+/// `MAX_SOURCE` bytes needs far more stack than a thread usually has. Untouched, it costs nothing.
+const STACK: usize = 512 << 20;
 
 /// Why a conversation could not be rendered.
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
     /// The template is not the Jinja that we know.
-    #[error("the chat template cannot be read: {0}; `--raw` runs the model without it")]
+    #[error("the chat template cannot be read: {}; `--raw` runs the model without it", printable(.0))]
     Syntax(String),
     /// The template refused the conversation (`raise_exception`).
-    #[error("the model's chat template refuses this conversation: {0}")]
+    #[error("the model's chat template refuses this conversation: {}", printable(.0))]
     Refused(String),
     /// The template failed on this conversation.
-    #[error("the chat template failed: {0}")]
+    #[error("the chat template failed: {}", printable(.0))]
     Render(String),
     /// A message that is no object with a role.
-    #[error("message {index} is {found}, expected an object with a `role`")]
+    #[error("message {index} is {}, expected an object with a `role`", printable(found))]
     Message {
         /// Which one, from 0.
         index: usize,
@@ -100,6 +109,10 @@ impl ChatTemplate {
         eos: Option<&str>,
         clock: impl Fn() -> Date + Send + Sync + 'static,
     ) -> Result<ChatTemplate, TemplateError> {
+        if source.len() > MAX_SOURCE {
+            let message = format!("it has {} bytes, expected at most {MAX_SOURCE}", source.len());
+            return Err(TemplateError::Syntax(message));
+        }
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.expect("Jinja's own delimiters"));
@@ -107,9 +120,10 @@ impl ChatTemplate {
         python::install(&mut environment);
         environment.add_function("strftime_now", move |format: &str| clock().format(format));
         let source = without_generation_marks(source);
-        environment
-            .add_template_owned(NAME, source.clone())
-            .map_err(|error| TemplateError::Syntax(describe(&error, &source)))?;
+        deep(|| {
+            let added = environment.add_template_owned(NAME, source.clone());
+            added.map_err(|error| TemplateError::Syntax(describe(&error, &source)))
+        })?;
         Ok(ChatTemplate { environment, bos: bos.map(String::from), eos: eos.map(String::from) })
     }
 
@@ -118,6 +132,16 @@ impl ChatTemplate {
     /// `extra`: variables of the template's own, such as `enable_thinking`; they may replace
     /// `bos_token`, `eos_token` and `documents`, but not the other arguments.
     pub fn render(
+        &self,
+        messages: &[Message],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+        extra: &Map<String, Value>,
+    ) -> Result<String, TemplateError> {
+        deep(|| self.render_here(messages, tools, add_generation_prompt, extra))
+    }
+
+    fn render_here(
         &self,
         messages: &[Message],
         tools: Option<&Value>,
@@ -146,6 +170,15 @@ impl std::fmt::Debug for ChatTemplate {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ChatTemplate").field("bos", &self.bos).field("eos", &self.eos).finish_non_exhaustive()
     }
+}
+
+/// Works on a thread with a deep stack.
+fn deep<T: Send>(work: impl FnOnce() -> Result<T, TemplateError> + Send) -> Result<T, TemplateError> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, work);
+        let thread = thread.map_err(|error| TemplateError::Render(format!("no thread for it: {error}")))?;
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
 }
 
 const NAME: &str = "chat template";

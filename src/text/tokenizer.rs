@@ -4,15 +4,20 @@
 //! streams out of the engine goes through [`Tokenizer::token_bytes`] and `text::stream`, and
 //! [`Tokenizer::decode`] (the library's own way back) serves whole texts.
 
-use std::sync::OnceLock;
+use std::cell::Cell;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::{Once, OnceLock};
 
 use serde_json::Value;
+use tokenizers::ModelWrapper;
+
+use super::printable;
 
 /// Why text and tokens could not be converted.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
     /// The JSON could not be read.
-    #[error("the tokenizer ({bytes} bytes of tokenizer.json) cannot be read: {reason}")]
+    #[error("the tokenizer ({bytes} bytes of tokenizer.json) cannot be read: {}", printable(reason))]
     Read {
         /// Length of the JSON.
         bytes: usize,
@@ -21,15 +26,16 @@ pub enum TokenizerError {
     },
     /// A decoder whose tokens have no bytes of their own.
     #[error(
-        "the tokenizer's decoder is `{found}`, expected ByteLevel, or ByteFallback/Metaspace/Replace/BPEDecoder \
-         (with Fuse and Strip); such a model cannot be streamed"
+        "the tokenizer's decoder is `{}`, expected ByteLevel, or ByteFallback/Metaspace/Replace/BPEDecoder \
+         (with Fuse and Strip); such a model cannot be streamed",
+        printable(found)
     )]
     Decoder {
         /// The decoder's type, or its JSON where it has none.
         found: String,
     },
     /// The library refused a text.
-    #[error("{bytes} bytes of text could not be tokenized: {reason}")]
+    #[error("{bytes} bytes of text could not be tokenized: {}", printable(reason))]
     Encode {
         /// Length of the text.
         bytes: usize,
@@ -37,7 +43,7 @@ pub enum TokenizerError {
         reason: String,
     },
     /// The library refused tokens.
-    #[error("{tokens} tokens could not be turned into text: {reason}")]
+    #[error("{tokens} tokens could not be turned into text: {}", printable(reason))]
     Decode {
         /// How many tokens.
         tokens: usize,
@@ -60,7 +66,15 @@ impl Tokenizer {
     /// Reads the bytes of a tokenizer.json.
     pub fn from_json(json: &[u8]) -> Result<Tokenizer, TokenizerError> {
         let unreadable = |reason: String| TokenizerError::Read { bytes: json.len(), reason };
-        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|e| unreadable(e.to_string()))?;
+        let mut inner = caught(|| tokenizers::Tokenizer::from_bytes(json)).map_err(unreadable)?;
+        // A text has one tokenization; dropout is for training.
+        if let ModelWrapper::BPE(bpe) = inner.get_model()
+            && bpe.dropout.is_some()
+        {
+            let mut bpe = bpe.clone();
+            bpe.dropout = None;
+            inner.with_model(bpe);
+        }
         // Some files carry the truncation and padding that training happened to use.
         inner.with_truncation(None).map_err(|e| unreadable(e.to_string()))?;
         inner.with_padding(None);
@@ -86,9 +100,8 @@ impl Tokenizer {
 
     /// The text of tokens, as the library decodes a whole text.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String, TokenizerError> {
-        self.inner
-            .decode(tokens, skip_special)
-            .map_err(|e| TokenizerError::Decode { tokens: tokens.len(), reason: e.to_string() })
+        caught(|| self.inner.decode(tokens, skip_special))
+            .map_err(|reason| TokenizerError::Decode { tokens: tokens.len(), reason })
     }
 
     /// The bytes that a token stands for; special tokens: their text. `None`: no such token.
@@ -138,9 +151,8 @@ impl Tokenizer {
                 plain
             }),
         };
-        let encoding = tokenizer
-            .encode_fast(text, add_special)
-            .map_err(|e| TokenizerError::Encode { bytes: text.len(), reason: e.to_string() })?;
+        let encoding = caught(|| tokenizer.encode_fast(text, add_special))
+            .map_err(|reason| TokenizerError::Encode { bytes: text.len(), reason })?;
         Ok(encoding.get_ids().to_vec())
     }
 }
@@ -148,6 +160,27 @@ impl Tokenizer {
 impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Tokenizer").field("vocab_size", &self.vocab_size).finish_non_exhaustive()
+    }
+}
+
+/// Runs the library, which panics on some settings of a tokenizer.json that make no sense.
+fn caught<T>(library: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    thread_local! { static QUIET: Cell<bool> = const { Cell::new(false) } }
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = panic::take_hook();
+        panic::set_hook(Box::new(move |panic| if !QUIET.get() { before(panic) }));
+    });
+    let before = QUIET.replace(true);
+    let result = panic::catch_unwind(AssertUnwindSafe(library));
+    QUIET.set(before);
+    match result {
+        Ok(result) => result.map_err(|error| error.to_string()),
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it gives up");
+            Err(format!("the tokenizer's own settings cannot be used: {text}"))
+        }
     }
 }
 
@@ -390,6 +423,23 @@ mod tests {
         let wordpiece = serde_json::json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
         let error = sentencepiece(wordpiece).unwrap_err().to_string();
         assert!(error.contains("decoder is `WordPiece`"), "{error}");
+    }
+
+    #[test]
+    fn a_panic_of_the_library_is_an_error() {
+        let error = caught::<()>(|| panic!("odd {}", 1)).unwrap_err();
+        assert_eq!(error, "the tokenizer's own settings cannot be used: odd 1");
+        assert_eq!(caught::<()>(|| Err("no".into())).unwrap_err(), "no");
+        assert_eq!(caught(|| Ok(1)), Ok(1));
+    }
+
+    #[test]
+    fn nothing_is_dropped() {
+        let mut json: Value = serde_json::from_slice(&std::fs::read(TINY).unwrap()).unwrap();
+        json["model"]["dropout"] = 0.9.into();
+        let tokenizer = Tokenizer::from_json(json.to_string().as_bytes()).unwrap();
+        let text = "once upon a time there was a tokenizer";
+        assert_eq!(tokenizer.encode(text, true).unwrap(), tiny().encode(text, true).unwrap());
     }
 
     #[test]

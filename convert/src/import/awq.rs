@@ -1,11 +1,11 @@
 //! AWQ, `gemm` layout: `qweight` i32 `[K, N/8]`, `qzeros` i32 `[G, N/8]`, `scales` `[G, N]`, 4 bits.
 //!
 //! A word holds eight rows of W in the order 0 2 4 6 1 3 5 7, lowest nibble first. Zero-points are
-//! stored as they are, and there is no activation order.
+//! stored as they are. The format has no activation order: a `g_idx` may only say what the shapes do.
 
 use quern_models::{PANEL, ZeroKind};
 
-use super::{IntShape, Integers, Scales, Words, config::Hint, group_of, nibbles, rows_of};
+use super::{IntShape, Integers, Scales, Words, config::Hint, gptq::group_by_index, group_of, nibbles, rows_of};
 use crate::{ConvertError, source::Checkpoint};
 
 /// Row (of eight) that nibble `i` holds.
@@ -57,7 +57,12 @@ impl<'a> Awq<'a> {
         let (name, raw) = need("scales")?;
         let scales = Scales::new(&name, raw, n)?;
         let said = hint.group.filter(|_| !hint.per_module);
-        let group = group_of(&name, k, scales.groups(), said.map(|g| (g, hint.file.as_str())))?;
+        let index = format!("{module}.g_idx");
+        let indexed = match source.tensors.get(&index) {
+            Some(raw) => group_by_index(&index, raw, k, scales.groups())?.map(|g| (g, index.as_str())),
+            None => None,
+        };
+        let group = group_of(&name, k, scales.groups(), indexed.or(said.map(|g| (g, hint.file.as_str()))))?;
         if let Some(said) = said.filter(|&g| k.div_ceil(g) != scales.groups()) {
             let expected = format!("{} groups of the {said} columns that {} says", k.div_ceil(said), hint.file);
             return Err(ConvertError::tensor(&name, "groups", expected, scales.groups()));

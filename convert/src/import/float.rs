@@ -4,6 +4,7 @@ use std::{borrow::Cow, ops::Range};
 
 use half::{bf16, f16};
 use quern_models::FloatType;
+use rayon::prelude::*;
 
 use crate::{
     ConvertError,
@@ -66,16 +67,35 @@ impl<'a> Floats<'a> {
         &self.bytes[self.rows.stored(row) * size..][..size]
     }
 
-    /// The elements as they are, in order.
-    pub fn kept(&self) -> Cow<'a, [u8]> {
-        match self.rows {
+    /// Checks that all elements are finite.
+    pub fn finite(&self, name: &str) -> Result<(), ConvertError> {
+        // The exponent, all ones in what is not finite, lies in the upper two bytes.
+        let (size, exponent) = (self.kind.size(), if self.kind == FloatType::F16 { 0x7c00 } else { 0x7f80 });
+        let bad = |e: &[u8]| u16::from_le_bytes([e[size - 2], e[size - 1]]) & exponent == exponent;
+        let found = (0..self.n)
+            .into_par_iter()
+            .find_map_first(|row| self.row(row).chunks_exact(size).position(bad).map(|col| (row, col)));
+        match found {
+            None => Ok(()),
+            Some((row, col)) => {
+                let got = format!("{} at [{row}, {col}]; is the download damaged?", self.at(row, col));
+                Err(ConvertError::tensor(name, "weights", "finite numbers", got))
+            }
+        }
+    }
+
+    /// The elements as they are, in order. One that is not finite is an error.
+    pub fn kept(&self, name: &str) -> Result<Cow<'a, [u8]>, ConvertError> {
+        self.finite(name)?;
+        Ok(match self.rows {
             Rows::InOrder => Cow::Borrowed(self.bytes),
             Rows::Interleaved { .. } => Cow::Owned((0..self.n).flat_map(|r| self.row(r)).copied().collect()),
-        }
+        })
     }
 
     /// The elements rounded to f16. Values beyond its range are an error.
     pub fn rounded(&self, name: &str) -> Result<Vec<u8>, ConvertError> {
+        self.finite(name)?;
         let mut out = Vec::with_capacity(self.n * self.k * 2);
         for row in 0..self.n {
             for col in 0..self.k {
@@ -89,5 +109,37 @@ impl<'a> Floats<'a> {
             }
         }
         Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_that_are_none_are_named() {
+        for kind in [FloatType::F32, FloatType::F16, FloatType::BF16] {
+            let floats = |values: &[f32], rows| {
+                let mut bytes = vec![];
+                values.iter().for_each(|&x| kind.push(x, &mut bytes));
+                let raw = RawTensor { dtype: Dtype::Float(kind), shape: vec![4, 2], bytes: &bytes, rows };
+                let floats = Floats::new("t", &raw, &[4, 2]).unwrap();
+                let texts = [floats.kept("t").err(), floats.rounded("t").err()].map(|e| e.map(|e| e.to_string()));
+                assert_eq!(texts[0], texts[1]);
+                texts[0].clone()
+            };
+            let good = [0.0, -0.0, 1e-7, -1.0, 60000.0, 0.1, 3.0, 7.0];
+            assert_eq!(floats(&good, Rows::InOrder), None);
+            for (bad, shown) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf")] {
+                let mut values = good;
+                values[3] = bad;
+                let text = floats(&values, Rows::InOrder).unwrap();
+                let expected = format!("tensor t: weights: expected finite numbers, got {shown} at [1, 1]; is");
+                assert!(text.contains(&expected), "{text}");
+                // Stored row 1 is row 2.
+                let text = floats(&values, Rows::Interleaved { head_dim: 4 }).unwrap();
+                assert!(text.contains(&format!("got {shown} at [2, 1]")), "{text}");
+            }
+        }
     }
 }

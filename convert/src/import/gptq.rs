@@ -258,7 +258,12 @@ fn bits_of(name: &str, rows: usize, cols: usize, n: usize, k: usize, hint: &Hint
 }
 
 /// The group that `g_idx` spells out; `None` for a single group, whatever the index says.
-fn group_by_index(name: &str, raw: &RawTensor, k: usize, groups: usize) -> Result<Option<usize>, ConvertError> {
+pub(super) fn group_by_index(
+    name: &str,
+    raw: &RawTensor,
+    k: usize,
+    groups: usize,
+) -> Result<Option<usize>, ConvertError> {
     if raw.dtype != Dtype::I32 || raw.shape != [k as u64] {
         let got = format!("{} {:?}", raw.dtype.name(), raw.shape);
         return Err(ConvertError::tensor(name, "type and shape", format!("i32 [{k}]"), got));

@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs,
+    io::{self, Read},
     path::{Path, PathBuf},
 };
 
@@ -12,6 +13,36 @@ use serde_json::Value;
 
 use super::{Checkpoint, RawTensor, Source, map, name_of, pickled, safetensors};
 use crate::{ConvertError, Malformed};
+
+/// Most bytes of a JSON or text file, but for the tokenizer: far more than any has.
+const MOST: u64 = 64 << 20;
+/// Most bytes of tokenizer.json.
+const MOST_TOKENIZER: u64 = 512 << 20;
+
+/// The files beside the tensors that [`read`] looks at, there or not.
+pub(super) fn beside(dir: &Path) -> impl Iterator<Item = PathBuf> {
+    let named = [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+        "quantize_config.json",
+        "quant_config.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "README.md",
+    ];
+    named.into_iter().map(|name| dir.join(name)).chain(more_templates(dir))
+}
+
+/// The templates of `additional_chat_templates`, in order.
+fn more_templates(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir.join("additional_chat_templates")).into_iter().flatten().flatten();
+    let mut paths: Vec<_> = entries.map(|e| e.path()).filter(|p| p.extension().is_some_and(|e| e == "jinja")).collect();
+    paths.sort();
+    paths
+}
 
 /// Finds and maps the tensor files of a directory.
 ///
@@ -80,6 +111,9 @@ pub(super) fn open_index(dir: &Path, path: &Path) -> Result<Source, ConvertError
         }
         weights.insert(tensor.clone(), shard.to_string());
     }
+    if shards.is_empty() {
+        return Err(file(path, Malformed::field("weight_map", "at least one tensor", "none")));
+    }
     Ok(Source::Directory { dir: dir.into(), shards, index: Some((path.into(), weights)) })
 }
 
@@ -107,7 +141,7 @@ pub(super) fn read<'a>(
         tokenizer,
         chat_template: chat_template(dir, &tokenizer_config, &mut notes)?,
         generation,
-        licence: licence(dir),
+        licence: licence(dir)?,
         model: model.filter(|m| !m.is_empty()).map(String::from),
         gguf: false,
         notes,
@@ -152,7 +186,7 @@ fn tokenizer(dir: &Path, notes: &mut Vec<String>) -> Result<Option<Vec<u8>>, Con
         );
         return Ok(None);
     }
-    let bytes = fs::read(&path).map_err(|source| ConvertError::Io { path: path.clone(), source })?;
+    let bytes = bytes(&path, MOST_TOKENIZER)?;
     serde_json::from_slice::<serde::de::IgnoredAny>(&bytes)
         .map_err(|source| file(&path, Malformed::Json { what: "JSON", source }))?;
     Ok(Some(bytes))
@@ -165,8 +199,8 @@ fn chat_template(
     notes: &mut Vec<String>,
 ) -> Result<Option<String>, ConvertError> {
     let text = |path: &Path| {
-        let read = fs::read_to_string(path);
-        read.map(Some).map_err(|source| ConvertError::Io { path: path.into(), source })
+        let text = String::from_utf8(bytes(path, MOST)?);
+        text.map(Some).map_err(|e| file(path, Malformed::field("text", "UTF-8", e.utf8_error())))
     };
     for name in ["chat_template.jinja", "additional_chat_templates/default.jinja"] {
         if dir.join(name).exists() {
@@ -180,11 +214,7 @@ fn chat_template(
     if let Some(found) = one_of(legacy.get("chat_template"), notes) {
         return Ok(Some(found));
     }
-    let Ok(more) = fs::read_dir(dir.join("additional_chat_templates")) else { return Ok(None) };
-    let mut paths: Vec<_> =
-        more.flatten().map(|e| e.path()).filter(|p| p.extension().is_some_and(|e| e == "jinja")).collect();
-    paths.sort();
-    match &paths[..] {
+    match &more_templates(dir)[..] {
         [] => Ok(None),
         [first, ..] => {
             notes.push(format!("no default chat template: {} is used", name_of(first)));
@@ -288,8 +318,15 @@ fn id(value: &Value) -> Option<u32> {
 }
 
 /// `license:` of the model card's front matter.
-fn licence(dir: &Path) -> Option<String> {
-    let card = fs::read_to_string(dir.join("README.md")).ok()?;
+fn licence(dir: &Path) -> Result<Option<String>, ConvertError> {
+    let path = dir.join("README.md");
+    if !path.exists() {
+        return Ok(None);
+    }
+    Ok(String::from_utf8(bytes(&path, MOST)?).ok().and_then(|card| licence_of(&card)))
+}
+
+fn licence_of(card: &str) -> Option<String> {
     let front = card.strip_prefix("---")?.split("\n---").next()?;
     let value = |key: &str| {
         front.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':').map(|v| v.trim().trim_matches(['"', '\''])))
@@ -319,9 +356,29 @@ fn file(path: &Path, source: Malformed) -> ConvertError {
     ConvertError::File { path: path.into(), source }
 }
 
+/// A whole regular file of at most `most` bytes.
+fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, ConvertError> {
+    let io = |source| ConvertError::Io { path: path.into(), source };
+    // Asked before opening: opening a pipe would wait for somebody to write into it.
+    let about = fs::metadata(path).map_err(io)?;
+    if !about.is_file() {
+        return Err(io(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")));
+    }
+    let mut bytes = vec![];
+    if about.len() <= most {
+        // Not more than that even if the file grows.
+        fs::File::open(path).and_then(|f| f.take(most + 1).read_to_end(&mut bytes)).map_err(io)?;
+    }
+    let size = about.len().max(bytes.len() as u64);
+    if size > most {
+        let what = format!("size: expected at most {most} bytes, got {size}");
+        return Err(source_error(path, what, "no model has such a file; download it again"));
+    }
+    Ok(bytes)
+}
+
 fn json(path: &Path) -> Result<Value, ConvertError> {
-    let bytes = fs::read(path).map_err(|source| ConvertError::Io { path: path.into(), source })?;
-    serde_json::from_slice(&bytes).map_err(|source| file(path, Malformed::Json { what: "JSON", source }))
+    serde_json::from_slice(&bytes(path, MOST)?).map_err(|source| file(path, Malformed::Json { what: "JSON", source }))
 }
 
 fn optional_json(path: &Path) -> Result<Option<Value>, ConvertError> {

@@ -193,6 +193,17 @@ impl Source {
         Ok(Source::Directory { dir: dir.into(), shards: vec![(path.into(), map)], index: None })
     }
 
+    /// The files that [`Source::read`] looks at; those beside the tensors may be missing.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        match self {
+            Source::Directory { dir, shards, index } => {
+                let tensors = shards.iter().map(|s| &s.0).chain(index.iter().map(|i| &i.0)).cloned();
+                tensors.chain(directory::beside(dir)).collect()
+            }
+            Source::Gguf { path, .. } => vec![path.clone()],
+        }
+    }
+
     /// Parses the files.
     pub fn read(&self) -> Result<Checkpoint<'_>, ConvertError> {
         match self {

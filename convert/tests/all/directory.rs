@@ -109,6 +109,34 @@ fn licences_come_from_the_model_card() {
 }
 
 #[test]
+fn files_beside_the_tensors_are_regular_and_of_bounded_size() {
+    for (name, most) in [
+        ("config.json", 64u64),
+        ("generation_config.json", 64),
+        ("chat_template.jinja", 64),
+        ("README.md", 64),
+        ("model.safetensors.index.json", 64),
+        ("tokenizer.json", 512),
+    ] {
+        let scratch = Scratch::new(&format!("size-{name}"));
+        let path = scratch.model().join(name);
+        write(&scratch.model(), &config(), &float_model(&mut Random::new(33), FloatType::F16), "model.safetensors");
+        // Sparse: takes no space.
+        fs::File::create(&path).unwrap().set_len((most << 20) + 1).unwrap();
+        scratch.fails(&format!("{name}: size: expected at most {} bytes, got {}", most << 20, (most << 20) + 1));
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        scratch.fails(&format!("{name}: not a regular file"));
+        #[cfg(unix)]
+        {
+            fs::remove_dir(&path).unwrap();
+            std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+            scratch.fails(&format!("{name}: not a regular file"));
+        }
+    }
+}
+
+#[test]
 fn a_broken_json_beside_the_tensors_is_named() {
     let scratch = Scratch::new("broken-json");
     write(&scratch.model(), &config(), &float_model(&mut Random::new(32), FloatType::F16), "model.safetensors");

@@ -236,6 +236,17 @@ fn metadata_becomes_a_config_or_a_refusal() {
 }
 
 #[test]
+fn what_the_family_refuses_names_the_file() {
+    let scratch = Scratch::new("gguf-family");
+    let mut entries = base();
+    entries.push(("llama.attention.head_count_kv", Meta::Number(2)));
+    let path = scratch.model().join("x.gguf");
+    fs::write(&path, bytes(&entries, &["token_embd.weight"])).unwrap();
+    let text = scratch.convert_from(&path, &Options::default()).err().unwrap().to_string();
+    assert!(text.starts_with("x.gguf: config.json: "), "{text}");
+}
+
+#[test]
 fn the_largest_weights_of_a_file_are_counted_once() {
     let scratch = Scratch::new("counts");
     let (report, file) = scratch.convert_from(&fixture("gguf/llama-q4_1/model.gguf"), &Options::default()).unwrap();

@@ -1,6 +1,6 @@
 //! What is not converted is refused by name, and leaves nothing behind.
 
-use std::fs;
+use std::{fs, path::Path};
 
 use quern_convert::{Options, Quant};
 use quern_models::FloatType;
@@ -50,7 +50,7 @@ fn shapes_and_config_must_agree() {
     model("method", |c, _| c["quantization_config"]["quant_method"] = json!("awq")).fails("awq, as config.json says");
     model("vocab", |c, _| c["vocab_size"] = json!(VOCAB + 1)).fails("model.embed_tokens.weight: shape");
     model("hidden", |c, _| c["intermediate_size"] = json!(128)).fails("mlp.gate_proj.qweight: shape");
-    model("family", |c, _| c["model_type"] = json!("mamba")).fails("mamba");
+    model("family", |c, _| c["model_type"] = json!("mamba")).fails("model: config.json: model_type \"mamba\"");
     model("bias-config", |c, _| c["attention_bias"] = json!(true)).fails("attention_bias");
 }
 
@@ -174,6 +174,79 @@ fn shards_and_their_index_must_agree() {
     weight_map.insert("model.norm.bias".into(), "../elsewhere.safetensors".into());
     index(&weight_map);
     scratch.fails("../elsewhere.safetensors");
+    index(&serde_json::Map::new());
+    scratch.fails("model.safetensors.index.json: weight_map: expected at least one tensor, got none");
+}
+
+#[test]
+fn an_activation_order_is_refused_in_awq_too() {
+    let awq = |name: &str, index: &dyn Fn(u32) -> u32| {
+        model(name, |c, t| {
+            t.retain(|name, _| !name.contains("_proj."));
+            for (_, module, n, k) in LINEARS {
+                Chosen::new(&mut Random::new(15), n, k, 4, 32, false).awq(t, module, FloatType::F16);
+            }
+            let index = (0..HIDDEN as u32).flat_map(|k| index(k).to_le_bytes()).collect();
+            t.insert(format!("{Q}.g_idx"), ("I32", vec![HIDDEN], index));
+            c["quantization_config"] = json!({ "quant_method": "awq", "bits": 4, "group_size": 32 });
+        })
+    };
+    awq("awq-order", &|k| k / 32).convert(&Options::default()).unwrap();
+    awq("awq-act-order", &|k| k % 2).fails(&format!("tensor {Q}.g_idx: columns are assigned to groups out of order"));
+    awq("awq-index", &|k| k / 16).fails(&format!("16 columns that {Q}.g_idx says"));
+}
+
+#[test]
+fn floats_that_are_no_numbers_are_named() {
+    for (i, name) in ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"].into_iter().enumerate() {
+        for (quant, bad) in [(Quant::Keep, f32::NAN), (Quant::F16, f32::INFINITY), (Quant::Int8, f32::NEG_INFINITY)] {
+            let options = Options { lm_head: Some(quant), ..Options::default() };
+            let scratch = model(&format!("no-number-{i}-{quant:?}"), |_, t| {
+                t.get_mut(name).unwrap().2[6..8].copy_from_slice(&half::bf16::from_f32(bad).to_le_bytes());
+            });
+            let text = scratch.convert(&options).err().unwrap().to_string();
+            let named = text.contains(&format!("tensor {name}: weights: expected finite numbers"));
+            assert!(named && text.contains("is the download damaged?"), "{text}");
+            assert!(text.contains("[0, 3]") || quant == Quant::Int8 && text.contains("row 0, group 0"), "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_source_is_not_overwritten() {
+    let scratch = model("own-source", |_, _| {});
+    let dir = scratch.model();
+    fs::write(dir.join("tokenizer.json"), "{}").unwrap();
+    let tensors = dir.join("model.safetensors");
+    let link = scratch.0.join("link.qrn");
+    let options = Options { force: true, ..Options::default() };
+    let kept = |source: &Path, out: &Path| {
+        let before = fs::read(out).unwrap();
+        let text = quern_convert::convert(source, out, &options, &mut ()).unwrap_err().to_string();
+        assert!(text.contains(&format!("{} is part of the source", out.display())), "{text}");
+        assert_eq!(fs::read(out).unwrap(), before);
+    };
+    kept(&dir, &tensors);
+    kept(&tensors, &tensors);
+    kept(&dir, &dir.join("../model/config.json"));
+    kept(&tensors, &dir.join("tokenizer.json"));
+    let gguf = scratch.0.join("m.gguf");
+    fs::copy(fixture("gguf/llama-q4_0/model.gguf"), &gguf).unwrap();
+    kept(&gguf, &gguf);
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink(&tensors, &link).unwrap();
+        kept(&dir, &link);
+        fs::remove_file(&link).unwrap();
+        // A link that leads nowhere exists.
+        std::os::unix::fs::symlink(scratch.0.join("nowhere"), &link).unwrap();
+        let text = quern_convert::convert(&dir, &link, &Options::default(), &mut ()).unwrap_err().to_string();
+        assert!(text.contains("link.qrn exists"), "{text}");
+    }
+    // An earlier result in the source's directory is not part of it.
+    for _ in 0..2 {
+        quern_convert::convert(&dir, &dir.join("model.qrn"), &options, &mut ()).unwrap();
+    }
 }
 
 #[test]

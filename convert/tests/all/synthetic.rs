@@ -323,6 +323,27 @@ fn rounding_to_nearest_stays_within_half_a_step() {
 }
 
 #[test]
+fn weights_too_small_for_f16_scales_are_not_lost() {
+    let mut random = Random::new(18);
+    let mut tensors = float_model(&mut random, FloatType::F32);
+    let (_, module, n, k) = LINEARS[0];
+    let weights: Vec<f32> = (0..n * k).map(|i| random.weight() * if i < k { 1e-12 } else { 1.0 }).collect();
+    tensors.get_mut(&format!("{module}.weight")).unwrap().2 = floats(FloatType::F32, &weights);
+    for quant in [Quant::Int4, Quant::Int8] {
+        let scratch = Scratch::new(&format!("small-{quant:?}"));
+        write(&scratch.model(), &config(), &tensors, "model.safetensors");
+        let (_, file) = scratch.convert(&Options { quant, ..Options::default() }).unwrap();
+        let Scheme::Int { scale, .. } = file.tensor("layers.0.q").unwrap().scheme else { panic!() };
+        let Scheme::Int { scale: other, .. } = file.tensor("layers.0.k").unwrap().scheme else { panic!() };
+        assert_eq!((scale, other), (FloatType::F32, FloatType::F16));
+        let view = file.tensor("layers.0.q").unwrap();
+        for (col, w) in weights[..k].iter().enumerate() {
+            assert!((view.at(0, col) - w).abs() <= 1e-12 / 8.0, "[0, {col}]");
+        }
+    }
+}
+
+#[test]
 fn tied_heads_are_decided_by_presence() {
     let mut random = Random::new(9);
     let scratch = Scratch::new("tied");

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
-use quern_kernels::sample::SamplingParams;
+use quern_kernels::sample::{SampleError, SamplingParams};
 use quern_models::Generation;
 use serde_json::{Map, Value};
 
@@ -93,9 +93,23 @@ pub struct RunArgs {
     /// Answer every row of a JSONL file: {"prompt": ..} or {"messages": [..]}, optionally "id"
     #[arg(long, value_name = "IN.jsonl", requires = "out", conflicts_with = "from", help_heading = "Output")]
     pub batch: Option<PathBuf>,
-    /// Where the answers of --batch go; rows that are there already are skipped
+    /// Where the answers of --batch go; rows that are there already are skipped,
+    /// those with an error are tried again
     #[arg(long, value_name = "OUT.jsonl", requires = "batch", conflicts_with = "from", help_heading = "Output")]
     pub out: Option<PathBuf>,
+}
+
+impl RunArgs {
+    /// Whether a flag says what a sampling parameter is.
+    fn gives(&self, parameter: &str) -> bool {
+        match parameter {
+            "temperature" => self.temperature.is_some(),
+            "top_p" => self.top_p.is_some(),
+            "min_p" => self.min_p.is_some(),
+            "repetition_penalty" => self.repetition_penalty.is_some(),
+            _ => true, // files have no others
+        }
+    }
 }
 
 /// How to answer: flags, on top of the file's defaults.
@@ -141,6 +155,12 @@ impl Settings {
             template_args: args.template_arg.iter().cloned().collect(),
             vocab,
         };
+        if let Err(error @ SampleError::Range { name, .. }) = settings.sampling.validate()
+            && !args.gives(name)
+        {
+            let (path, flag) = (args.file.clone(), format!("--{}", name.replace('_', "-")));
+            return Err(RunError::Defaults { path, reason: error.to_string(), flag });
+        }
         settings.check().map_err(|reason| RunError::Flag { flag: "sampling", reason })?;
         Ok(settings)
     }
@@ -289,6 +309,17 @@ pub(super) mod tests {
             assert!(error.contains(message), "{error}");
         }
         assert!(parse(&["-n", "0"]).is_err());
+    }
+
+    #[test]
+    fn defaults_out_of_range_are_the_files_fault() {
+        let file = Generation { top_p: Some(3.0), ..authors() };
+        let error = settings(&[], &file).unwrap_err();
+        assert!(matches!(error, RunError::Defaults { .. }), "{error:?}");
+        let text = error.to_string();
+        assert!(text.starts_with("m.qrn: ") && text.contains("top_p is 3") && text.ends_with("give --top-p"), "{text}");
+        assert_eq!(settings(&["--top-p", "0.5"], &file).unwrap().sampling.top_p, 0.5);
+        assert!(matches!(settings(&["--top-p", "4"], &file), Err(RunError::Flag { .. })));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use rustyline::error::ReadlineError;
 
 use super::answer::{End, answer};
-use super::{RunError, Session, show};
+use super::{RunError, Session, note, show};
 use crate::engine::Generator;
 use crate::text::Message;
 
@@ -72,7 +72,7 @@ pub(super) fn run<G: Generator>(
     lines: &mut dyn Lines,
     out: &mut dyn Write,
 ) -> Result<(), RunError> {
-    eprintln!("[{} tokens of context; /help lists the commands]", session.engine.max_context());
+    note(format_args!("[{} tokens of context; /help lists the commands]", session.engine.max_context()));
     let mut messages = opening(session);
     let mut load = Some(session.load);
     while let Some(text) = message(lines)? {
@@ -85,14 +85,14 @@ pub(super) fn run<G: Generator>(
             }
             "/reset" => {
                 messages = opening(session);
-                eprintln!("[forgotten]");
+                note("[forgotten]");
                 continue;
             }
             // A space before the slash says that it is no command.
             command if command.starts_with('/') => {
-                eprintln!(
+                note(format_args!(
                     "[no command {command}; /help lists them, and a message that begins with / needs a space first]"
-                );
+                ));
                 continue;
             }
             _ => {}
@@ -110,18 +110,18 @@ pub(super) fn run<G: Generator>(
         match answered {
             Ok(answer) => {
                 show(out, if answer.text.ends_with('\n') { "" } else { "\n" })?;
-                eprintln!("{}", answer.summary(session, load.take()));
+                note(answer.summary(session, load.take()));
                 if answer.end == End::Context {
-                    eprintln!("[/reset begins a new conversation]");
+                    note("[/reset begins a new conversation]");
                 }
                 // What an interrupted answer said was said: the next turn goes on from there.
                 messages.push(Message::new("assistant", &answer.text));
             }
             Err(error @ (RunError::Prompt(_) | RunError::ContextFull { .. })) => {
                 // The conversation goes on without what could not be answered.
-                eprintln!("[{error}]");
+                note(format_args!("[{error}]"));
                 if matches!(error, RunError::ContextFull { .. }) {
-                    eprintln!("[the message was not added; /reset begins a new conversation]");
+                    note("[the message was not added; /reset begins a new conversation]");
                 }
                 messages.pop();
             }
@@ -148,7 +148,7 @@ fn message(lines: &mut dyn Lines) -> Result<Option<String>, RunError> {
                     return Ok(None);
                 }
                 text.clear();
-                eprintln!("[Ctrl-C again, or /exit, to leave]");
+                note("[Ctrl-C again, or /exit, to leave]");
             }
             Typed::Line(line) => match line.strip_suffix('\\') {
                 Some(begun) => {

@@ -8,6 +8,7 @@ mod args;
 mod batch;
 mod chat;
 
+use std::fmt::Display;
 use std::io::{self, ErrorKind, IsTerminal, Read, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 use quern_models::{FormatError, ModelFile};
 
 use crate::engine::{Engine, EngineError, EngineOptions, Generator, OpenError};
-use crate::text::{Message, PromptError, TextModel};
+use crate::text::{Message, PromptError, TextModel, printable};
 
 pub use args::RunArgs;
 use args::Settings;
@@ -50,6 +51,16 @@ pub enum RunError {
         /// What is wrong.
         reason: String,
     },
+    /// A default of the file that makes no sense, and no flag replaces it.
+    #[error("{}: the file's sampling defaults cannot be used: {reason}; give {flag}", path.display())]
+    Defaults {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+        /// What helps.
+        flag: String,
+    },
     /// The prompt.
     #[error(transparent)]
     Prompt(#[from] PromptError),
@@ -79,7 +90,7 @@ pub enum RunError {
         source: io::Error,
     },
     /// An output file of something else.
-    #[error("{}: line {line} is {found}, expected a result of this command; give another --out", path.display())]
+    #[error("{}: line {line} is {}, expected a result of this command; give another --out", path.display(), printable(found))]
     OtherOutput {
         /// The file.
         path: PathBuf,
@@ -88,6 +99,19 @@ pub enum RunError {
         /// What it is.
         found: String,
     },
+    /// Rows of a file of prompts that could not be answered.
+    #[error("{failed} of {answered} rows could not be answered, {skipped} were there already; each says why, and the same command tries them again")]
+    Rows {
+        /// Rows that this run answered, or tried to.
+        answered: usize,
+        /// Those with an error.
+        failed: usize,
+        /// Rows that an earlier run had answered.
+        skipped: usize,
+    },
+    /// Ctrl-C while answering one prompt.
+    #[error("interrupted: the answer is not complete")]
+    Cut,
     /// Ctrl-C while answering a file of prompts.
     #[error("interrupted: {done} rows were written in this run; the same command goes on with the rest")]
     Interrupted {
@@ -135,7 +159,7 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
         text: &text,
         settings: &settings,
         most_context,
-        interrupted: catch_ctrl_c()?,
+        interrupted: Arc::default(),
         load: start.elapsed(),
     };
     match run(session, &args) {
@@ -152,14 +176,18 @@ fn run<G: Generator>(mut session: Session<'_, G>, args: &RunArgs) -> Result<(), 
             return Err(PromptError::NoTemplate { what }.into());
         }
         if !args.raw && args.batch.is_none() {
-            eprintln!("[the model has no chat template: it continues your text]");
+            note("[the model has no chat template: it continues your text]");
         }
     }
-    session.settings.notes.iter().for_each(|note| eprintln!("[{note}]"));
+    session.settings.notes.iter().for_each(|text| note(format_args!("[{text}]")));
     if let (Some(rows), Some(out)) = (&args.batch, &args.out) {
+        catch_ctrl_c(&session.interrupted)?;
         return batch::run(&mut session, rows, out);
     }
-    match prompt(args)? {
+    let prompt = prompt(args)?;
+    // Not before: Ctrl-C ends a program that waits for stdin.
+    catch_ctrl_c(&session.interrupted)?;
+    match prompt {
         Some(prompt) => once(&mut session, &prompt, args.json, &mut io::stdout().lock()),
         None if args.json => Err(RunError::Flag {
             flag: "--json",
@@ -189,14 +217,20 @@ fn once<G: Generator>(
     };
     if json {
         let answer = answer::answer(session, tokens, |_| Ok(()))?;
-        return line(out, &answer.to_json(session).to_string());
+        line(out, &answer.to_json(session).to_string())?;
+        return complete(&answer);
     }
     let answer = answer::answer(session, tokens, |piece| show(out, piece))?;
     if !answer.text.ends_with('\n') {
         show(out, "\n")?;
     }
-    eprintln!("{}", answer.summary(session, Some(session.load)));
-    Ok(())
+    note(answer.summary(session, Some(session.load)));
+    complete(&answer)
+}
+
+/// An answer that Ctrl-C cut short is shown, but it is no success.
+fn complete(answer: &answer::Answer) -> Result<(), RunError> {
+    if answer.end == answer::End::Interrupted { Err(RunError::Cut) } else { Ok(()) }
 }
 
 /// Where the prompt comes from: flags, a file, or stdin that is no terminal. `None`: chat.
@@ -217,6 +251,11 @@ fn prompt(args: &RunArgs) -> Result<Option<String>, RunError> {
     Ok(Some(text))
 }
 
+/// Writes a line to stderr, if anybody reads it: a note that is lost must not end an answer.
+pub(crate) fn note(text: impl Display) {
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
 /// Writes text for a reader who is watching.
 fn show(out: &mut dyn Write, text: &str) -> Result<(), RunError> {
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
@@ -228,14 +267,13 @@ fn line(out: &mut dyn Write, text: &str) -> Result<(), RunError> {
 }
 
 /// Ctrl-C sets the flag; where the flag is still set, it ends the program.
-fn catch_ctrl_c() -> Result<Arc<AtomicBool>, RunError> {
+fn catch_ctrl_c(interrupted: &Arc<AtomicBool>) -> Result<(), RunError> {
     use signal_hook::{consts::SIGINT, flag};
-    let interrupted = Arc::new(AtomicBool::new(false));
     // In this order: the second Ctrl-C finds the flag that the first one left.
     flag::register_conditional_shutdown(SIGINT, 130, interrupted.clone())
         .and_then(|_| flag::register(SIGINT, interrupted.clone()))
-        .map_err(|source| RunError::Io { name: "Ctrl-C handler".to_string(), source })?;
-    Ok(interrupted)
+        .map(drop)
+        .map_err(|source| RunError::Io { name: "Ctrl-C handler".to_string(), source })
 }
 
 #[cfg(test)]

@@ -114,7 +114,8 @@ impl Bench {
 
     fn json(&mut self, prompt: &str) -> Value {
         let mut out = Vec::new();
-        once(&mut self.session(), prompt, true, &mut out).unwrap();
+        let got = once(&mut self.session(), prompt, true, &mut out);
+        assert!(matches!(got, Ok(()) | Err(RunError::Cut)), "{got:?}");
         serde_json::from_slice(&out).unwrap()
     }
 
@@ -217,6 +218,15 @@ fn ctrl_c_ends_an_answer() {
     bench.engine.interrupt = Some((2, bench.flag.clone()));
     let got = bench.json("abcdef");
     assert_eq!((&got["finish_reason"], &got["text"]), (&json!("interrupted"), &json!("ab")));
+    // What there is of it is shown, but it is no success.
+    for json in [false, true] {
+        let mut bench = Bench::new(&["--raw"]);
+        bench.engine.interrupt = Some((2, bench.flag.clone()));
+        let mut out = Vec::new();
+        let got = once(&mut bench.session(), "abcdef", json, &mut out);
+        assert!(matches!(got, Err(RunError::Cut)), "{got:?}");
+        assert!(json || out == b"ab\n");
+    }
 }
 
 #[test]
@@ -306,9 +316,10 @@ fn a_batch_answers_every_row() {
     bytes.extend_from_slice(b"{\"prompt\": \"\xff\"}\n{\"prompt\": \"no line break\"}");
     std::fs::write(&input, bytes).unwrap();
     let mut bench = Bench::new(&["--seed", "3"]);
-    batch::run(&mut bench.session(), &input, &out).unwrap();
+    let error = batch::run(&mut bench.session(), &input, &out).unwrap_err().to_string();
+    assert!(error.starts_with("6 of 49 rows could not be answered, 0 were there"), "{error}");
     let got = rows(&out);
-    assert_eq!(got.len(), 40 + 8);
+    assert_eq!(got.len(), 40 + 9);
     for (i, row) in got[..40].iter().enumerate() {
         assert_eq!((&row["text"], &row["line"]), (&json!(format!("<u:row {i}>")), &json!(i + 1)));
     }
@@ -319,11 +330,18 @@ fn a_batch_answers_every_row() {
         assert!(message.contains(expected), "{message}");
     }
     assert_eq!((&got[45]["id"], &got[45]["text"]), (&json!(7), &json!("<u:stop")));
-    assert!(got[46]["error"]["message"].as_str().unwrap().contains("no JSON"));
-    assert_eq!(got[47]["text"], "<u:no line break>");
+    assert_eq!((&got[46]["line"], &got[46]["id"]), (&json!(48), &Value::Null));
+    assert_eq!(got[46]["error"]["message"], "id 7 was used on line 47");
+    assert!(got[47]["error"]["message"].as_str().unwrap().contains("no JSON"));
+    assert_eq!(got[48]["text"], "<u:no line break>");
     // Rows with one prompt are drawn with noise of their own.
     let seeds: std::collections::BTreeSet<u64> = bench.engine.requests.iter().map(|r| r.sampling.seed).collect();
     assert_eq!(seeds.len(), bench.engine.requests.len());
+    // The same errors again are no news.
+    let before = std::fs::read(&out).unwrap();
+    let error = batch::run(&mut Bench::new(&[]).session(), &input, &out).unwrap_err().to_string();
+    assert!(error.starts_with("6 of 6 rows could not be answered, 43 were there"), "{error}");
+    assert_eq!(std::fs::read(&out).unwrap(), before);
     std::fs::remove_dir_all(folder).unwrap();
 }
 
@@ -358,6 +376,49 @@ fn a_batch_does_not_write_into_other_files() {
         assert!(error.contains("line 1 is") && error.contains("another --out"), "{error}");
         assert_eq!(std::fs::read_to_string(&out).unwrap(), other);
     }
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn a_batch_tries_errors_again() {
+    let folder = folder("errors");
+    let (input, out) = (folder.join("in.jsonl"), folder.join("out.jsonl"));
+    // A byte order mark is no part of the first row; zeros are what a crash left of the last.
+    std::fs::write(&input, "\u{feff}{\"prompt\": \"one\"}\n{\"prompt\": \"two\"}\n").unwrap();
+    let old = "{\"line\":1,\"error\":{\"message\":\"x\"}}\n";
+    std::fs::write(&out, format!("{old}{{\"line\":2,\"te\0\0\0")).unwrap();
+    batch::run(&mut Bench::new(&[]).session(), &input, &out).unwrap();
+    let text = std::fs::read_to_string(&out).unwrap();
+    assert!(text.starts_with(old) && !text.contains('\0'), "{text}");
+    let texts: Vec<Value> = rows(&out).iter().map(|row| row["text"].clone()).collect();
+    assert_eq!(texts, [json!(null), json!("<u:one>"), json!("<u:two>")]);
+    let mut bench = Bench::new(&[]);
+    batch::run(&mut bench.session(), &input, &out).unwrap();
+    assert!(bench.engine.requests.is_empty());
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn a_batch_has_its_output_for_itself() {
+    let folder = folder("alone");
+    let (input, out) = (folder.join("in.jsonl"), folder.join("out.jsonl"));
+    let failed = |input: &PathBuf, out: &PathBuf| {
+        batch::run(&mut Bench::new(&[]).session(), input, out).unwrap_err().to_string()
+    };
+    // No input, no output.
+    failed(&input, &out);
+    failed(&folder, &out);
+    assert!(!out.exists());
+    std::fs::write(&input, "{\"prompt\": \"one\"}\n").unwrap();
+    let error = failed(&input, &folder);
+    assert!(error.contains("no regular file"), "{error}");
+    let other = std::fs::File::create(&out).unwrap();
+    other.lock().unwrap();
+    let error = failed(&input, &out);
+    assert!(error.contains("another process is writing it"), "{error}");
+    drop(other);
+    batch::run(&mut Bench::new(&[]).session(), &input, &out).unwrap();
+    assert_eq!(rows(&out).len(), 1);
     std::fs::remove_dir_all(folder).unwrap();
 }
 

@@ -168,8 +168,15 @@ struct Json {
     depth: usize,
 }
 
+/// Deepest nesting that is written as JSON; serde_json reads up to 128.
+const MAX_DEPTH: usize = 128;
+
 impl Json {
     fn write(&mut self, value: &Jinja) -> Result<(), Error> {
+        if self.depth > MAX_DEPTH {
+            let message = format!("a value is nested more than {MAX_DEPTH} deep");
+            return Err(Error::new(ErrorKind::BadSerialization, message));
+        }
         match value.kind() {
             ValueKind::None => self.out.push_str("null"),
             ValueKind::Bool => self.out.push_str(if value.is_true() { "true" } else { "false" }),

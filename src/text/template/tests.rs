@@ -148,3 +148,38 @@ fn messages_are_objects_with_a_role() {
     assert_eq!(error, r#"message 1 is {"content":"x"}, expected an object with a `role`"#);
     assert!(Message::list(serde_json::json!("x")).is_err());
 }
+
+#[test]
+fn hostile_templates_are_errors() {
+    let long = |begin: &str, again: &str, end: &str| {
+        let times = (MAX_SOURCE - begin.len() - end.len()) / again.len();
+        [begin, &again.repeat(times), end].concat()
+    };
+    for source in [
+        long("{{ x", "~x", " }}"),
+        long("{{ x", ".x", " }}"),
+        long("{{ x", "()", " }}"),
+        long("{{ 1", "**1", " }}"),
+        long("{{ x", "|e", " }}"),
+        long("{{ ", "-", "1 }}"),
+        long("{{ ", "not ", "1 }}"),
+        long("{{ 1", " if 1 else 1", " }}"),
+        long("{% if x %}", "{%elif x%}", "{% endif %}"),
+        long("{% set ns = namespace(x=1) %}{% for i in range(90000) %}{% set ns.x = [[ns.x]] %}{% endfor %}{{ ns.x }}", " ", ""),
+    ] {
+        let _ = plain(&source); // either way: it comes back
+    }
+    let error = plain(&" ".repeat(MAX_SOURCE + 1)).unwrap_err().to_string();
+    assert!(error.contains("131073 bytes, expected at most 131072"), "{error}");
+    let source = "{% set ns = namespace(x=1) %}{% for i in range(200) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x|tojson }}";
+    let error = plain(source).unwrap_err().to_string();
+    assert!(error.contains("more than 128 deep"), "{error}");
+}
+
+#[test]
+fn control_characters_are_written_out() {
+    let error = plain("{{ raise_exception('a\\u001b[2Jb\\nc') }}").unwrap_err().to_string();
+    assert!(error.ends_with("a\\u{1b}[2Jb\\nc"), "{error}");
+    let error = plain("{{ '\u{1b}[2J' | nofilter }}").unwrap_err().to_string();
+    assert!(!error.contains('\u{1b}'), "{error}");
+}
