@@ -22,7 +22,7 @@ use super::printable;
 const FUEL: u64 = 30_000_000;
 
 /// Most bytes of a template; real ones have up to 30 000.
-const MAX_SOURCE: usize = 128 << 10;
+const MAX_SOURCE: usize = 64 << 10;
 
 /// The library goes one call deeper for every operator of a chain, so a hostile template of
 /// `MAX_SOURCE` bytes needs far more stack than a thread usually has. Untouched, it costs nothing.

@@ -169,7 +169,11 @@ fn caught<T>(library: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, Strin
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let before = panic::take_hook();
-        panic::set_hook(Box::new(move |panic| if !QUIET.get() { before(panic) }));
+        panic::set_hook(Box::new(move |panic| {
+            if !QUIET.get() {
+                before(panic)
+            }
+        }));
     });
     let before = QUIET.replace(true);
     let result = panic::catch_unwind(AssertUnwindSafe(library));

@@ -111,7 +111,7 @@ pub(super) fn run<G: Generator>(session: &mut Session<'_, G>, rows: &Path, out: 
     if failed > 0 {
         return Err(RunError::Rows { answered, failed, skipped });
     }
-    note(format_args!("[{answered} rows answered, {skipped} were there already]"));
+    note(format_args!("[{answered} rows answered, 0 of them with an error, {skipped} were there already]"));
     Ok(())
 }
 

@@ -100,7 +100,10 @@ pub enum RunError {
         found: String,
     },
     /// Rows of a file of prompts that could not be answered.
-    #[error("{failed} of {answered} rows could not be answered, {skipped} were there already; each says why, and the same command tries them again")]
+    #[error(
+        "{answered} rows answered, {failed} of them with an error, {skipped} were there already; the same command tries \
+         those with an error again"
+    )]
     Rows {
         /// Rows that this run answered, or tried to.
         answered: usize,

@@ -14,6 +14,27 @@ pub(super) fn install(environment: &mut Environment<'static>) {
     });
     environment.add_filter("tojson", to_json);
     environment.set_unknown_method_callback(method);
+    environment.set_formatter(|out, state, value| {
+        if deeper(value, MAX_SHOWN) {
+            let message = format!("a value is nested more than {MAX_SHOWN} deep");
+            return Err(Error::new(ErrorKind::InvalidOperation, message));
+        }
+        minijinja::escape_formatter(out, state, value)
+    });
+}
+
+/// Deepest nesting of a value that is shown; loops can nest one millions deep.
+const MAX_SHOWN: usize = 1000;
+
+fn deeper(value: &Jinja, most: usize) -> bool {
+    let deeper = |item: &Jinja| most == 0 || deeper(item, most - 1);
+    match value.kind() {
+        ValueKind::Seq => value.try_iter().is_ok_and(|mut items| items.any(|item| deeper(&item))),
+        ValueKind::Map => {
+            value.try_iter().is_ok_and(|mut keys| keys.any(|key| value.get_item(&key).is_ok_and(|item| deeper(&item))))
+        }
+        _ => false,
+    }
 }
 
 /// A template value made from JSON.
