@@ -16,7 +16,12 @@ use crate::engine::OpenError;
 
 /// Quantized language models in one file, run on a CPU.
 #[derive(Debug, Parser)]
-#[command(name = "quern", version, max_term_width = 100, after_help = "Exit status: 0 done, 1 failed, 2 wrong usage.")]
+#[command(
+    name = "quern",
+    version,
+    max_term_width = 100,
+    after_help = "Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."
+)]
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -94,7 +99,12 @@ pub fn exit_code(error: &(dyn Error + 'static)) -> u8 {
         error.downcast_ref(),
         Some(run::RunError::Flag { .. } | run::RunError::Open(OpenError::Context { .. }))
     );
-    if flag || error.is::<Usage>() { 2 } else { 1 }
+    let interrupted = matches!(error.downcast_ref(), Some(run::RunError::Cut | run::RunError::Interrupted { .. }));
+    match (flag || error.is::<Usage>(), interrupted) {
+        (true, _) => 2,
+        (_, true) => 130,
+        _ => 1,
+    }
 }
 
 /// Most threads that can be asked for.

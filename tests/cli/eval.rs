@@ -78,7 +78,7 @@ fn the_output_is_a_file_of_its_own() {
     quern(&["eval", arg(&link), "--ids", "1,2", "--logits", arg(&file)]).misused(&["the model's own file"]);
     assert!(fs::read(&file).unwrap() == model, "the model was touched");
     quern(&["eval", arg(&file), "--ids", "1", "--logits", "/dev/null"]).fails(&["/dev/null", "not a regular file"]);
-    let out = scratch.write("old.safetensors", "old".to_string());
+    let out = scratch.write("old.safetensors", "old");
     quern(&["eval", arg(&file), "--ids", "1,2", "--logits", arg(&out)]).ok();
     assert_eq!(Golden::of(&fs::read(&out).unwrap()).floats("logits").data.len(), 2 * 320);
 }

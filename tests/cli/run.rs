@@ -150,7 +150,9 @@ fn ctrl_c_ends_the_answer_and_keeps_what_there_is() {
     let mut begun = [0];
     child.stdout.as_mut().unwrap().read_exact(&mut begun).unwrap();
     interrupt(&child);
-    Ran::new(child.wait_with_output().unwrap()).ok().says(&["[interrupted]", "tokens/s"]);
+    let ran = Ran::new(child.wait_with_output().unwrap());
+    assert_eq!(ran.code, Some(130), "{ran:?}");
+    ran.says(&["[interrupted]", "tokens/s", "the answer is not complete"]);
 
     // A batch says how far it came, and goes on later.
     let rows = [json!({"prompt": "short", "max_tokens": 2}), json!({"prompt": "long", "temperature": 1, "seed": 1})];
@@ -160,7 +162,9 @@ fn ctrl_c_ends_the_answer_and_keeps_what_there_is() {
     let child = command(&batch).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     wait_for("the short row", || fs::read_to_string(&output).unwrap().contains('\n'));
     interrupt(&child);
-    Ran::new(child.wait_with_output().unwrap()).fails(&["interrupted: 1 rows were written", "goes on with the rest"]);
+    let ran = Ran::new(child.wait_with_output().unwrap());
+    assert_eq!(ran.code, Some(130), "{ran:?}");
+    ran.says(&["interrupted: 1 rows were written", "goes on with the rest"]);
     let again = with(&["run", arg(&file), "--batch", arg(&input), "--out", arg(&output)], &["-n", "3"]);
     quern(&again).ok().says(&["1 rows answered", "1 were there already"]);
 }
@@ -246,7 +250,7 @@ fn a_batch_goes_on_where_it_stopped() {
     ];
     let (input, output) = (scratch.write("in.jsonl", rows.join("\n")), scratch.at("out.jsonl"));
     let batch = ["run", arg(&file), "--batch", arg(&input), "--out", arg(&output), "-n", "5", "--temperature", "0"];
-    quern(&batch).ok().says(&["6 rows answered, 3 of them with an error, 0 were there already"]);
+    quern(&batch).fails(&["6 rows answered, 3 of them with an error, 0 were there already"]);
     let text = fs::read_to_string(&output).unwrap();
     let answers = |text: &str| -> Vec<Value> { text.lines().map(|line| serde_json::from_str(line).unwrap()).collect() };
     let all = answers(&text);
@@ -256,12 +260,13 @@ fn a_batch_goes_on_where_it_stopped() {
     for (line, word) in [(5, "no JSON"), (6, "max_token"), (7, "neither")] {
         assert!(by_line(line)["error"]["message"].as_str().unwrap().contains(word), "{}", by_line(line));
     }
-    quern(&batch).ok().says(&["0 rows answered", "6 were there already"]);
+    // Rows with an error are tried again; the same error is not written twice.
+    quern(&batch).fails(&["3 rows answered, 3 of them with an error, 3 were there already"]);
     assert_eq!(fs::read_to_string(&output).unwrap(), text);
 
     // Cut in the middle of the last line, as by a crash: that row is answered again, the same way.
     fs::write(&output, &text[..text.len() - 5]).unwrap();
-    quern(&batch).ok().says(&["1 rows answered", "5 were there already"]);
+    quern(&batch).fails(&["3 of them with an error"]);
     let sorted = |mut rows: Vec<Value>| {
         rows.sort_by_key(|row| row["line"].as_u64());
         rows
