@@ -1,6 +1,6 @@
 //! Paged KV bookkeeping: which blocks are idle. No device memory lives here.
 //!
-//! Invariant, asserted by [`KvPool::check`] in tests: every block is idle or held by exactly one
+//! Invariant, asserted by `KvPool::check` in tests: every block is idle or held by exactly one
 //! sequence. (Sharing of prefixes comes with the server.)
 
 /// Every KV block of one device.

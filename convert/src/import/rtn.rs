@@ -40,7 +40,7 @@ pub fn shape(floats: &Floats, bits: u8, group: usize) -> IntShape {
     if small.any(|row| row) { IntShape { scale: FloatType::F32, ..shape } } else { shape }
 }
 
-/// Scale of a group by its [`extreme`], rounded to the type in the file. As f32 only magnitudes that are zero for
+/// Scale of a group by its `extreme`, rounded to the type in the file. As f32 only magnitudes that are zero for
 /// every purpose (below 1e-42) give zero.
 pub fn scale_of(shape: &IntShape, largest: f32) -> f32 {
     let scale = largest / -(shape.mid() as f32);

@@ -1,6 +1,6 @@
 //! Eight f32 lanes: what attention and the elementwise operations are written in.
 //!
-//! Each kernel is written once, generic over [`Lanes`], and compiled once per instruction set. Every operation here
+//! Each kernel is written once, generic over `Lanes`, and compiled once per instruction set. Every operation here
 //! is one correctly rounded IEEE operation per lane, and the kernels fix the order of operations, so all
 //! instantiations give the same bits. The portable one is the specification, and what NEON machines run: eight
 //! plain floats that the compiler turns into vectors.
