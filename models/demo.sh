@@ -4,7 +4,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 sh models/fetch.sh
-cargo build --release --quiet --bin quern
+cargo build --release --bin quern
 quern=${CARGO_TARGET_DIR:-target}/release/quern
 
 echo "== A real model: SmolLM2-135M-Instruct (GGUF, Q4_1), converted and checked code by code"
