@@ -53,7 +53,13 @@ fn qrn_seeds() -> Result<(), Box<dyn Error>> {
     };
     let llama3 = RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 64 };
     let path = std::env::temp_dir().join(format!("quern-seeds-{}", std::process::id()));
-    for (name, spec) in [("plain", spec(RopeScaling::None, false)), ("llama3-tied", spec(llama3, true))] {
+    let linear = RopeScaling::Linear { factor: 2.0 };
+    let specs = [
+        ("plain", spec(RopeScaling::None, false)),
+        ("llama3-tied", spec(llama3, true)),
+        ("linear", spec(linear, false)),
+    ];
+    for (name, spec) in specs {
         let needed = spec.tensors().into_iter();
         let plans: Vec<_> =
             needed.map(|t| TensorPlan { scheme: scheme(&t.name), name: t.name, dims: t.dims }).collect();

@@ -152,7 +152,7 @@ const KNOWN: &str = "general.architecture general.alignment general.name general
     token_embd.weight output_norm.weight output.weight rope_freqs.weight blk.0.attn_norm.weight \
     blk.0.ffn_norm.weight blk.0.attn_q.weight blk.0.attn_k.weight blk.0.attn_v.weight blk.0.attn_output.weight \
     blk.0.ffn_gate.weight blk.0.ffn_up.weight blk.0.ffn_down.weight blk.0.attn_q.bias blk.0.ffn_gate.bias \
-    blk.1.attn_q.weight blk.x blk. blk..attn_q. model.embed_tokens.weight a b ab";
+    blk.1.attn_q.weight blk.x blk. blk..attn_q. model.embed_tokens.weight a b ab <|eot_id|> <|im_end|> <|end|> <end_of_turn>";
 
 impl Text<'_> {
     fn get(&self) -> &str {
@@ -250,9 +250,9 @@ impl Model {
         m.set("tokenizer.ggml.model", word("gpt2"));
         m.set("tokenizer.ggml.pre", word("llama-bpe"));
         let list = |all: [&'static str; 6]| Data::Texts(all.into_iter().map(Text::Any).collect());
-        m.set("tokenizer.ggml.tokens", list(["<s>", "</s>", "a", "b", "ab", "aab"]));
-        m.set("tokenizer.ggml.merges", Data::Texts(vec![Text::Any("a b"), Text::Any("a ab")]));
-        let types = [3, 0, 0, 0, 4, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0];
+        m.set("tokenizer.ggml.tokens", list(["<s>", "</s>", "a", "b", "ab", "<|im_end|>"]));
+        m.set("tokenizer.ggml.merges", Data::Texts(vec![Text::Any("a b"), Text::Any("ab b")]));
+        let types = [3, 0, 0, 0, 4, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 3, 0, 0, 0];
         m.set("tokenizer.ggml.token_type", Data::Numbers { kind: 5, bytes: &types });
         m.set("tokenizer.ggml.bos_token_id", Data::U32(0));
         m.set("tokenizer.ggml.eos_token_id", Data::U32(1));

@@ -69,7 +69,8 @@ fn open(bytes: &[u8]) {
         at += info.owned();
     }
     assert_eq!((at, at), (file.file_len(), bytes.len() as u64));
-    let (_, _, _) = (file.tokenizer_json(), file.chat_template(), file.verify().is_ok());
+    let (_, _) = (file.tokenizer_json(), file.chat_template());
+    let (_, _, _) = (file.generation(), file.provenance(), file.verify().is_ok());
 }
 
 /// Header and length of the file that an input stands for.
