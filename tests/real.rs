@@ -62,6 +62,7 @@ fn every_code_was_compared(report: &Report, file: &ModelFile) {
                 zeros += if zero == quern_models::ZeroKind::Code { n * k.div_ceil(group as u64) } else { 0 };
             }
             Scheme::Float(_) => floats += n * k,
+            other => panic!("{}: {other}", info.name),
         }
     }
     // All linear layers of the model.

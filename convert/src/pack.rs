@@ -1,9 +1,10 @@
 //! Packing integers into the file's P64 planes.
 
-use quern_models::{PANEL, ZeroKind, p64::Shape};
+use half::f16;
+use quern_models::{PANEL, SUPER, ZeroKind, p64::Shape};
 use rayon::prelude::*;
 
-use crate::import::{IntShape, Integers, rows_of};
+use crate::import::{Coding, IntShape, Integers, rows_of};
 
 /// Columns interleaved at a time: a cache line of every row.
 const BLOCK: usize = 64;
@@ -16,8 +17,10 @@ pub fn pack<T: Integers + ?Sized>(tensor: &T) -> Vec<u8> {
     let planes = shape.scheme().planes(shape.n as u64, shape.k as u64).expect("the source holds as many elements");
     let mut out = vec![0; planes.total as usize];
     let (codes, rest) = out.split_at_mut(planes.scales.0 as usize);
-    let (scales, zeros) = rest.split_at_mut((planes.zeros.0 - planes.scales.0) as usize);
+    let (scales, rest) = rest.split_at_mut((planes.zeros.0 - planes.scales.0) as usize);
+    let (zeros, supers) = rest.split_at_mut((planes.supers.0 - planes.zeros.0) as usize);
     let scales = &mut scales[..planes.scales.1 as usize];
+    let zeros = &mut zeros[..planes.zeros.1 as usize];
     let codes = &mut codes[..planes.codes.1 as usize];
 
     let stride = shape.k.next_multiple_of(shape.group);
@@ -30,8 +33,18 @@ pub fn pack<T: Integers + ?Sized>(tensor: &T) -> Vec<u8> {
             if shape.bits == 4 { interleave4(rows, stride, out) } else { interleave8(rows, stride, out) }
         },
     );
+    if shape.coding == Coding::Nested {
+        let levels = if shape.zero == ZeroKind::Min { 2 } else { 1 };
+        let planes = [scales, zeros];
+        for (level, plane) in planes.into_iter().enumerate().take(levels) {
+            lower(shape, plane, |row, group| tensor.nested(row, group)[level].lower);
+        }
+        upper(shape, levels, supers, |row, group, level| tensor.nested(row, group)[level].upper);
+        return out;
+    }
     cells(shape, scales, |row, group| tensor.scale(row, group));
     match shape.zero {
+        _ if shape.coding != Coding::Plain => {}
         ZeroKind::Mid => {}
         ZeroKind::Min => cells(shape, zeros, |row, group| tensor.min(row, group)),
         ZeroKind::Code => {
@@ -53,6 +66,30 @@ fn cells(shape: IntShape, plane: &mut [u8], value: impl Fn(usize, usize) -> f32 
             (rows..PANEL).for_each(|_| shape.scale.push(0.0, bytes));
         }
         out.copy_from_slice(bytes);
+    });
+}
+
+/// Fills a plane of the lower level, `[panel][group][64]` bytes; padding rows hold zero.
+fn lower(shape: IntShape, plane: &mut [u8], value: impl Fn(usize, usize) -> i8 + Sync) {
+    plane.par_chunks_mut(shape.groups() * PANEL).enumerate().for_each(|(panel, out)| {
+        for (group, out) in out.chunks_exact_mut(PANEL).enumerate() {
+            for (r, out) in out.iter_mut().enumerate().take(rows_of(shape.n, panel)) {
+                *out = value(panel * PANEL + r, group) as u8;
+            }
+        }
+    });
+}
+
+/// Fills the plane of the upper level, `[panel][super][levels][64]` f16; padding rows hold zero.
+fn upper(shape: IntShape, levels: usize, plane: &mut [u8], value: impl Fn(usize, usize, usize) -> f16 + Sync) {
+    let supers = (shape.groups() * shape.group).div_ceil(SUPER);
+    plane.par_chunks_mut(supers * levels * PANEL * 2).enumerate().for_each(|(panel, out)| {
+        for (i, out) in out.chunks_exact_mut(PANEL * 2).enumerate() {
+            let group = i / levels * (SUPER / shape.group);
+            for (r, out) in out.chunks_exact_mut(2).enumerate().take(rows_of(shape.n, panel)) {
+                out.copy_from_slice(&value(panel * PANEL + r, group, i % levels).to_le_bytes());
+            }
+        }
     });
 }
 
@@ -104,9 +141,10 @@ fn interleave8(rows: &[u8], stride: usize, out: &mut [u8]) {
 
 #[cfg(test)]
 mod tests {
-    use quern_models::{FloatType, TensorView};
+    use quern_models::{FloatType, Mini, TensorView};
 
     use super::*;
+    use crate::import::Level2;
 
     struct Made(IntShape);
 
@@ -126,6 +164,11 @@ mod tests {
         fn min(&self, row: usize, group: usize) -> f32 {
             group as f32 - row as f32
         }
+        fn nested(&self, row: usize, group: usize) -> [Level2; 2] {
+            let block = group / (SUPER / self.0.group);
+            let level = |upper: usize, lower| Level2 { upper: f16::from_f32(upper as f32 / 8.0), lower };
+            [level(row + 3 * block, (row + 5 * group) as i8), level(row * 2 + block + 1, (7 * group) as i8 - row as i8)]
+        }
     }
 
     #[test]
@@ -134,10 +177,20 @@ mod tests {
             for bits in [4, 8] {
                 for zero in [ZeroKind::Mid, ZeroKind::Code, ZeroKind::Min] {
                     for scale in [FloatType::F16, FloatType::F32] {
-                        check(Made(IntShape { n, k, bits, group, zero, scale }));
+                        check(Made(IntShape { n, k, bits, group, zero, scale, coding: Coding::Plain }));
                     }
                 }
             }
+        }
+        for (n, k, group) in [(64, 256, 16), (70, 512, 32), (1, 272, 16)] {
+            for (bits, zero) in [(4, ZeroKind::Mid), (4, ZeroKind::Min), (8, ZeroKind::Mid), (8, ZeroKind::Min)] {
+                let scale = FloatType::F16;
+                check(Made(IntShape { n, k, bits, group, zero, scale, coding: Coding::Nested }));
+            }
+        }
+        for (kind, group) in [(Mini::E2M1, 32), (Mini::E2M1, 16), (Mini::E4M3, 128)] {
+            let (bits, zero, scale) = (kind.bits(), ZeroKind::Mid, FloatType::BF16);
+            check(Made(IntShape { n: 70, k: 96, bits, group, zero, scale, coding: Coding::Mini(kind) }));
         }
     }
 
@@ -153,6 +206,15 @@ mod tests {
             }
             for g in 0..at.groups {
                 let real = row < s.n;
+                if s.coding == Coding::Nested {
+                    let value = |level: usize| {
+                        let l = made.nested(row, g)[level];
+                        if real { l.upper.to_f32() * l.lower as f32 } else { 0.0 }
+                    };
+                    assert_eq!(view.scale(row, g), value(0));
+                    assert_eq!(view.min(row, g), if s.zero == ZeroKind::Min { value(1) } else { 0.0 });
+                    continue;
+                }
                 let scale = s.scale.read(view.scales, at.cell(row, g));
                 assert_eq!(scale, if real { made.scale(row, g) } else { 0.0 });
                 match s.zero {

@@ -115,13 +115,15 @@ struct Job<'a> {
     origin: String,
     dims: Vec<u64>,
     data: Data<'a>,
+    /// How it was quantized, if it was.
+    method: Option<&'static str>,
 }
 
 /// Where a tensor's numbers come from.
 enum Data<'a> {
     Gptq(Gptq<'a>),
-    Awq(Awq<'a>),
-    Blocks(Blocks<'a>),
+    /// Any other tensor of codes.
+    Codes(Box<dyn Integers + 'a>),
     /// Stored as `stored`: the source's type or f16.
     Float {
         floats: Floats<'a>,
@@ -163,8 +165,7 @@ impl<'a> Plan<'a> {
                 first.origin
             ));
         }
-        let gptq = jobs.iter().any(|j| matches!(j.data, Data::Gptq(_)));
-        let awq = jobs.iter().any(|j| matches!(j.data, Data::Awq(_)));
+        let found = jobs.iter().find_map(|j| j.method);
         settle_zeros(&mut jobs, &hint)?;
         left_over(checkpoint, &family, &used)?;
         if imported && options.quant != Quant::Keep {
@@ -172,15 +173,10 @@ impl<'a> Plan<'a> {
                 "the source is quantized already: its integers are kept, --quant applies to float weights only".into(),
             );
         }
-        if let (Some(method), false, false) = (hint.method, gptq, awq) {
+        if let (Some(method), None) = (hint.method, found) {
             notes.push(format!("{} says {}, but no tensor is quantized", hint.file, method.name()));
         }
-        let method = match (checkpoint.gguf, gptq, awq) {
-            (true, ..) => "gguf",
-            (_, true, _) => "gptq",
-            (_, _, true) => "awq",
-            _ => "float",
-        };
+        let method = if checkpoint.gguf { "gguf" } else { found.unwrap_or("float") };
         Ok(Plan { family, jobs, method, tools: hint.tools, notes })
     }
 
@@ -302,9 +298,10 @@ fn job<'a>(
         }
         let data = match by_shape {
             Method::Gptq => Data::Gptq(Gptq::new(checkpoint, &rule.source, n, k, hint)?),
-            Method::Awq => Data::Awq(Awq::new(checkpoint, &rule.source, n, k, hint)?),
+            Method::Awq => Data::Codes(Box::new(Awq::new(checkpoint, &rule.source, n, k, hint)?)),
         };
-        return Ok(Job { target: rule.target.clone(), origin: rule.source.clone(), dims, data });
+        let method = Some(by_shape.name());
+        return Ok(Job { target: rule.target.clone(), origin: rule.source.clone(), dims, data, method });
     }
     let Some((name, dtype)) = weight(checkpoint, rule) else {
         return Err(ConvertError::Missing {
@@ -320,11 +317,11 @@ fn job<'a>(
             if raw.shape != [n as u64, k as u64] {
                 return Err(ConvertError::tensor(&name, "shape", format!("[{n}, {k}]"), format!("{:?}", raw.shape)));
             }
-            Data::Blocks(Blocks::new(&name, raw, block, n, k)?)
+            Data::Codes(Box::new(Blocks::new(&name, raw, block, n, k)?))
         }
         _ => float(Floats::new(&name, raw, &shape)?, quant, choice.group),
     };
-    Ok(Job { target: rule.target.clone(), origin: name, dims, data })
+    Ok(Job { target: rule.target.clone(), origin: name, dims, data, method: None })
 }
 
 fn float(floats: Floats, quant: Quant, asked: Option<usize>) -> Data {
@@ -388,8 +385,7 @@ impl Job<'_> {
     fn scheme(&self) -> Scheme {
         match &self.data {
             Data::Gptq(t) => t.shape().scheme(),
-            Data::Awq(t) => t.shape().scheme(),
-            Data::Blocks(t) => t.shape().scheme(),
+            Data::Codes(t) => t.shape().scheme(),
             Data::Float { stored, .. } => Scheme::Float(*stored),
             Data::Rtn { shape, .. } => shape.scheme(),
         }
@@ -411,8 +407,7 @@ impl Job<'_> {
     fn write(&self, writer: &mut FileWriter) -> Result<(), ConvertError> {
         match &self.data {
             Data::Gptq(t) => writer.write(&pack(t))?,
-            Data::Awq(t) => writer.write(&pack(t))?,
-            Data::Blocks(t) => writer.write(&pack(t))?,
+            Data::Codes(t) => writer.write(&pack(&**t))?,
             Data::Float { floats, stored } if *stored == floats.kind => writer.write(&floats.kept(&self.origin)?)?,
             Data::Float { floats, .. } => writer.write(&floats.rounded(&self.origin)?)?,
             Data::Rtn { floats, shape } => writer.write(&pack(&Rtn::new(&self.origin, floats.clone(), *shape)?))?,
@@ -423,8 +418,7 @@ impl Job<'_> {
     fn verify(&self, view: &TensorView) -> Result<Verified, ConvertError> {
         match &self.data {
             Data::Gptq(t) => verify::integers(&self.target, t, view),
-            Data::Awq(t) => verify::integers(&self.target, t, view),
-            Data::Blocks(t) => verify::integers(&self.target, t, view),
+            Data::Codes(t) => verify::integers(&self.target, &**t, view),
             Data::Float { floats, stored } => verify::floats(&self.target, floats, *stored, view),
             Data::Rtn { floats, shape } => verify::nearest(&self.target, floats, *shape, view),
         }

@@ -4,16 +4,16 @@
 //! format's ([`Integers::code`]); neither goes through the code that wrote the file.
 
 use half::f16;
-use quern_models::{FloatType, PANEL, Scheme, TensorView, ZeroKind, p64::Shape};
+use quern_models::{FloatType, PANEL, SUPER, Scheme, TensorView, ZeroKind, p64::Shape};
 use rayon::prelude::*;
 
 use crate::{
     ConvertError, Verified,
-    import::{IntShape, Integers, float::Floats, rtn},
+    import::{Coding, IntShape, Integers, float::Floats, rtn},
 };
 
 /// Compares every code, scale, zero-point and minimum of an imported tensor.
-pub fn integers<T: Integers>(name: &str, source: &T, view: &TensorView) -> Result<Verified, ConvertError> {
+pub fn integers<T: Integers + ?Sized>(name: &str, source: &T, view: &TensorView) -> Result<Verified, ConvertError> {
     let s = source.shape();
     check_scheme(name, view, s.scheme(), s.n, s.k)?;
     let at = Shape::new(s.n, s.k, s.bits, s.group);
@@ -32,11 +32,16 @@ pub fn integers<T: Integers>(name: &str, source: &T, view: &TensorView) -> Resul
         for row in rows {
             for g in 0..s.groups() {
                 let cell = at.cell(row, g);
+                if s.coding == Coding::Nested {
+                    nested(name, source, view, row, g)?;
+                    continue;
+                }
                 let (expected, got) = (source.scale(row, g), s.scale.read(view.scales, cell));
                 if expected.to_bits() != got.to_bits() {
                     return Err(differ(name, format!("scale [{row}, {g}]"), expected, got));
                 }
                 let (expected, got) = match s.zero {
+                    _ if s.coding != Coding::Plain => continue,
                     // Not stored in the file: those that the source stores must all be what the scheme implies.
                     ZeroKind::Mid => (source.zero(row, g), s.mid()),
                     ZeroKind::Code => (source.zero(row, g), at.zero(view.zeros, row, g)),
@@ -64,6 +69,30 @@ pub fn integers<T: Integers>(name: &str, source: &T, view: &TensorView) -> Resul
         minima: count(ZeroKind::Min),
         ..Verified::default()
     })
+}
+
+/// Compares both levels of a group's scale and minimum.
+fn nested<T: Integers + ?Sized>(
+    name: &str,
+    source: &T,
+    view: &TensorView,
+    row: usize,
+    g: usize,
+) -> Result<(), ConvertError> {
+    let s = source.shape();
+    let at = Shape::new(s.n, s.k, s.bits, s.group);
+    let (cell, block) = (at.cell(row, g), g * s.group / SUPER);
+    let levels = if s.zero == ZeroKind::Min { 2 } else { 1 };
+    for (level, plane) in [view.scales, view.zeros].into_iter().enumerate().take(levels) {
+        let expected = source.nested(row, g)[level];
+        let upper = FloatType::F16.read(view.supers, at.super_at(row, block, levels, level));
+        let (lower, what) = (plane[cell] as i8, ["scale", "minimum"][level]);
+        if expected.lower != lower || expected.upper.to_f32().to_bits() != upper.to_bits() {
+            let expected = format!("{} * {}", expected.upper, expected.lower);
+            return Err(differ(name, format!("{what} [{row}, {g}]"), expected, format!("{upper} * {lower}")));
+        }
+    }
+    Ok(())
 }
 
 /// Checks that every code we chose is the nearest one to its weight, and every scale what the rule says.

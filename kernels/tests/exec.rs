@@ -25,10 +25,16 @@ fn model(name: &str, linear: Scheme, embed: Scheme, tied: bool) -> Arc<ModelFile
             kv_heads: 2,
             head_dim: 16,
             scale: 0.25,
-            rope: Rope { theta: 10000.0, scaling: RopeScaling::Linear { factor: 2.0 } },
+            rope: Some(Rope { theta: 10000.0, scaling: RopeScaling::Linear { factor: 2.0 } }),
+            window: None,
+            qk_norm: None,
+            qkv_bias: false,
+            o_bias: false,
+            attn_order: false,
+            o_order: false,
         },
         mlp_norm: norm.clone(),
-        mlp: Mlp::Gated { inner: 200, act: Act::Silu },
+        mlp: Mlp::Gated { inner: 200, act: Act::Silu, bias: false, mlp_order: false },
     };
     let spec = ModelSpec {
         family: "llama".into(),
@@ -38,6 +44,8 @@ fn model(name: &str, linear: Scheme, embed: Scheme, tied: bool) -> Arc<ModelFile
         layers: vec![layer; 2],
         norm,
         tied_head: tied,
+        head_order: false,
+        positions: None,
     };
     let scheme = |t: &quern_models::spec::Needed| match (t.dims.len(), t.name.as_str()) {
         (1, _) => Scheme::Float(FloatType::F32),
@@ -68,6 +76,7 @@ fn model(name: &str, linear: Scheme, embed: Scheme, tied: bool) -> Arc<ModelFile
         let mut bytes = vec![];
         let size = 3.0 / (k as f32).sqrt();
         match plan.scheme {
+            Scheme::Nested { .. } | Scheme::Mini { .. } | Scheme::Order => panic!("{}", plan.scheme),
             Scheme::Float(t) => {
                 (0..n * k).for_each(|_| t.push(if n == 1 { 1.0 + random() } else { random() * size }, &mut bytes))
             }

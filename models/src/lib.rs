@@ -12,5 +12,5 @@ pub mod spec;
 
 pub use dtype::FloatType;
 pub use format::{FileWriter, FormatError, Meta, ModelFile, TensorInfo, TensorPlan};
-pub use scheme::{Layout, PANEL, Planes, Scheme, TensorView, ZeroKind};
+pub use scheme::{Layout, Mini, PANEL, Planes, SUPER, Scheme, TensorView, ZeroKind};
 pub use spec::{Generation, ModelSpec};

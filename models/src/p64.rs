@@ -10,6 +10,9 @@
 //! - zero codes: 4 bits `[panel][group][32 bytes]`, byte `(r/16)*8 + r%8`, nibble as for codes;
 //!   8 bits `[panel][group][64]`, row order.
 //!
+//! - upper level of nested scales, f16: `[panel][super][64]`, row order; with minima
+//!   `[panel][super][2][64]`, scales first.
+//!
 //! So every 32-bit lane of a vector load holds four consecutive k of one row: a dot-product lane,
 //! for AVX2, AVX-512 and NEON alike. Rows and columns that pad a panel or a group have scale 0
 //! (minimum 0); their codes are the middle code.
@@ -56,6 +59,18 @@ impl Shape {
     #[inline]
     pub fn cell(&self, row: usize, group: usize) -> usize {
         (row / 64 * self.groups + group) * 64 + row % 64
+    }
+
+    /// Element index of the upper level `level` of `(row, super-block)`, of `levels` that are stored.
+    #[inline]
+    pub fn super_at(&self, row: usize, block: usize, levels: usize, level: usize) -> usize {
+        ((row / 64 * self.supers() + block) * levels + level) * 64 + row % 64
+    }
+
+    /// Super-blocks of a row.
+    #[inline]
+    pub fn supers(&self) -> usize {
+        self.k_pad.div_ceil(crate::scheme::SUPER)
     }
 
     /// Byte index and shift of the zero code of `(row, group)`.

@@ -4,8 +4,10 @@
 //! mechanisms it knows, whatever family it came from: unknown fields or variants are an error when
 //! the spec is read, never ignored.
 //!
-//! Tensor names: `embed`, `norm`, `head` (absent when tied to `embed`), and per layer `i`
-//! `layers.i.attn_norm`, `layers.i.{q,k,v,o}`, `layers.i.mlp_norm`, `layers.i.{gate,up,down}`.
+//! Tensor names: `embed`, `positions`, `norm`, `head` (absent when tied to `embed`), and per layer `i`
+//! `layers.i.attn_norm`, `layers.i.{q,k,v,o}`, `layers.i.{q,k}_norm`, `layers.i.mlp_norm`,
+//! `layers.i.{gate,up,down}`. A bias is `NAME_bias`, the order of columns `layers.i.{attn,o,mlp}_order`
+//! and `head_order`. Which of them there are, the spec says ([`ModelSpec::tensors`]).
 
 use serde::{Deserialize, Serialize};
 
@@ -27,6 +29,16 @@ pub struct ModelSpec {
     pub norm: Norm,
     /// The head reuses the embedding tensor.
     pub tied_head: bool,
+    /// The head takes its input's columns in the order `head_order`.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub head_order: bool,
+    /// Rows of a table of learned positions, of which row `p` is added to the embedding of the token at `p`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub positions: Option<usize>,
+}
+
+fn is_false(b: &bool) -> bool {
+    !b
 }
 
 /// One decoder layer: `x += attn(norm(x)); x += mlp(norm(x))`.
@@ -52,6 +64,25 @@ pub enum Norm {
         /// Added to the mean square.
         eps: f32,
     },
+    /// `(x - mean(x)) / sqrt(var(x) + eps) * w + b`; `b` is the tensor `NAME_bias`.
+    Layer {
+        /// Added to the variance.
+        eps: f32,
+    },
+}
+
+impl Norm {
+    /// The number added before the root.
+    pub fn eps(&self) -> f32 {
+        match *self {
+            Norm::Rms { eps } | Norm::Layer { eps } => eps,
+        }
+    }
+
+    /// Whether there is a bias.
+    pub fn biased(&self) -> bool {
+        matches!(self, Norm::Layer { .. })
+    }
 }
 
 /// An attention mechanism.
@@ -68,8 +99,27 @@ pub enum Attn {
         head_dim: usize,
         /// Factor on `q . k`.
         scale: f32,
-        /// Rotary embedding of q and k.
-        rope: Rope,
+        /// Rotary embedding of q and k, if any.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        rope: Option<Rope>,
+        /// Tokens that a token sees, itself included; all before it if there is none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        window: Option<usize>,
+        /// Norm of every head of q and of k before rope, weights `q_norm` and `k_norm` `[head_dim]`; RMS only.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        qk_norm: Option<Norm>,
+        /// q, k and v have biases.
+        #[serde(default, skip_serializing_if = "is_false")]
+        qkv_bias: bool,
+        /// o has a bias.
+        #[serde(default, skip_serializing_if = "is_false")]
+        o_bias: bool,
+        /// q, k and v take their input's columns in the order `attn_order`.
+        #[serde(default, skip_serializing_if = "is_false")]
+        attn_order: bool,
+        /// o takes its input's columns in the order `o_order`.
+        #[serde(default, skip_serializing_if = "is_false")]
+        o_order: bool,
     },
 }
 
@@ -94,6 +144,22 @@ pub enum RopeScaling {
         /// Divisor.
         factor: f32,
     },
+    /// YaRN: short wavelengths kept, long ones divided, a ramp between; cosines and sines times a factor
+    /// (Peng et al. 2023; transformers `_compute_yarn_parameters`).
+    Yarn {
+        /// Divisor of the long wavelengths.
+        factor: f32,
+        /// Rotations within `original_context` above which a pair is kept.
+        beta_fast: f32,
+        /// Rotations below which a pair is divided.
+        beta_slow: f32,
+        /// Context length of the training.
+        original_context: usize,
+        /// Factor on cosines and sines.
+        attention_factor: f32,
+        /// The ramp's ends are rounded outwards to whole pairs.
+        truncate: bool,
+    },
     /// Llama 3.1's: long wavelengths divided, short ones kept, a ramp between.
     Llama3 {
         /// Divisor of the long wavelengths.
@@ -117,7 +183,35 @@ pub enum Mlp {
         inner: usize,
         /// Activation of the gate.
         act: Act,
+        /// gate, up and down have biases.
+        #[serde(default, skip_serializing_if = "is_false")]
+        bias: bool,
+        /// gate and up take their input's columns in the order `mlp_order`.
+        #[serde(default, skip_serializing_if = "is_false")]
+        mlp_order: bool,
     },
+    /// `down(act(up(x)))`.
+    Plain {
+        /// Rows of up.
+        inner: usize,
+        /// Activation.
+        act: Act,
+        /// up and down have biases.
+        #[serde(default, skip_serializing_if = "is_false")]
+        bias: bool,
+        /// up takes its input's columns in the order `mlp_order`.
+        #[serde(default, skip_serializing_if = "is_false")]
+        mlp_order: bool,
+    },
+}
+
+impl Mlp {
+    /// Rows of the first layer: inputs of `down`.
+    pub fn inner(&self) -> usize {
+        match *self {
+            Mlp::Gated { inner, .. } | Mlp::Plain { inner, .. } => inner,
+        }
+    }
 }
 
 /// An elementwise activation.
@@ -126,6 +220,10 @@ pub enum Mlp {
 pub enum Act {
     /// `x * sigmoid(x)`.
     Silu,
+    /// `x * (1 + erf(x / sqrt 2)) / 2`.
+    Gelu,
+    /// `x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2`.
+    GeluTanh,
 }
 
 /// A tensor that a spec needs.
@@ -135,6 +233,8 @@ pub struct Needed {
     pub name: String,
     /// `[n, k]`, or `[n]` for a vector.
     pub dims: Vec<u64>,
+    /// A permutation ([`Scheme::Order`](crate::Scheme::Order)), not weights.
+    pub order: bool,
 }
 
 /// A spec that contradicts itself or that this version cannot run.
@@ -164,14 +264,27 @@ impl ModelSpec {
         size("hidden", self.hidden, MAX_SIZE)?;
         size("max_context", self.max_context, MAX_SIZE)?;
         size("the number of layers", self.layers.len(), MAX_LAYERS)?;
+        if let Some(rows) = self.positions {
+            size("positions", rows, MAX_SIZE)?;
+            if rows < self.max_context {
+                let max = self.max_context;
+                return Err(SpecError(format!("{rows} positions, expected at least max_context, {max}")));
+            }
+        }
+        if self.head_order && self.tied_head {
+            return Err(SpecError("head_order and tied_head exclude each other".into()));
+        }
         let norms = self.layers.iter().flat_map(|l| [&l.attn_norm, &l.mlp_norm]).chain([&self.norm]);
-        for Norm::Rms { eps } in norms {
-            if !(eps.is_finite() && *eps >= 0.0) {
+        let qk = self.layers.iter().filter_map(|l| match &l.attn {
+            Attn::Gqa { qk_norm, .. } => qk_norm.as_ref(),
+        });
+        for eps in norms.chain(qk).map(Norm::eps) {
+            if !(eps.is_finite() && eps >= 0.0) {
                 return Err(SpecError(format!("a norm's eps is {eps}, expected a finite number of at least 0")));
             }
         }
         for (i, layer) in self.layers.iter().enumerate() {
-            let Attn::Gqa { heads, kv_heads, head_dim, scale, rope } = &layer.attn;
+            let Attn::Gqa { heads, kv_heads, head_dim, scale, rope, window, qk_norm, .. } = &layer.attn;
             size(&format!("layer {i}: heads"), *heads, 4096)?;
             size(&format!("layer {i}: kv_heads"), *kv_heads, 4096)?;
             if heads % kv_heads != 0 || heads / kv_heads > 64 {
@@ -184,25 +297,19 @@ impl ModelSpec {
                     "layer {i}: head_dim is {head_dim}, expected a multiple of 8 up to 256"
                 )));
             }
-            if !(*scale > 0.0 && scale.is_finite() && rope.theta.is_finite() && rope.theta > 0.0) {
-                return Err(SpecError(format!(
-                    "layer {i}: scale {scale} and rope theta {} must be finite and positive",
-                    rope.theta
-                )));
+            if !(*scale > 0.0 && scale.is_finite()) {
+                return Err(SpecError(format!("layer {i}: scale {scale} must be finite and positive")));
             }
-            let factors = match rope.scaling {
-                RopeScaling::None => vec![],
-                RopeScaling::Linear { factor } => vec![factor],
-                RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_context } => {
-                    vec![factor, low, high - low, original_context as f32]
-                }
-            };
-            if !factors.iter().all(|f| f.is_finite() && *f > 0.0) {
-                let what = "factors must be finite and positive, high_freq_factor above low_freq_factor";
-                return Err(SpecError(format!("layer {i}: rope scaling {:?}: {what}", rope.scaling)));
+            if let Some(window) = window {
+                size(&format!("layer {i}: window"), *window, MAX_SIZE)?;
             }
-            let Mlp::Gated { inner, .. } = &layer.mlp;
-            size(&format!("layer {i}: inner"), *inner, MAX_SIZE)?;
+            if qk_norm.as_ref().is_some_and(Norm::biased) {
+                return Err(SpecError(format!("layer {i}: the norm of q and k must be an RMS norm")));
+            }
+            if let Some(rope) = rope {
+                rope.check().map_err(|e| SpecError(format!("layer {i}: {e}")))?;
+            }
+            size(&format!("layer {i}: inner"), layer.mlp.inner(), MAX_SIZE)?;
         }
         Ok(())
     }
@@ -210,33 +317,96 @@ impl ModelSpec {
     /// Every tensor the runtime will ask for, in the order in which a step reads them.
     pub fn tensors(&self) -> Vec<Needed> {
         let mut all = vec![];
-        let mut need = |name: String, dims: &[usize]| {
-            all.push(Needed { name, dims: dims.iter().map(|&d| d as u64).collect() });
+        let need = |all: &mut Vec<Needed>, name: String, dims: &[usize]| {
+            all.push(Needed { name, dims: dims.iter().map(|&d| d as u64).collect(), order: false });
         };
-        need("embed".into(), &[self.vocab, self.hidden]);
-        for (i, layer) in self.layers.iter().enumerate() {
-            let Attn::Gqa { heads, kv_heads, head_dim, .. } = layer.attn;
-            let (q, kv) = (heads * head_dim, kv_heads * head_dim);
-            let Mlp::Gated { inner, .. } = layer.mlp;
-            need(format!("layers.{i}.attn_norm"), &[self.hidden]);
-            need(format!("layers.{i}.q"), &[q, self.hidden]);
-            need(format!("layers.{i}.k"), &[kv, self.hidden]);
-            need(format!("layers.{i}.v"), &[kv, self.hidden]);
-            need(format!("layers.{i}.o"), &[self.hidden, q]);
-            need(format!("layers.{i}.mlp_norm"), &[self.hidden]);
-            need(format!("layers.{i}.gate"), &[inner, self.hidden]);
-            need(format!("layers.{i}.up"), &[inner, self.hidden]);
-            need(format!("layers.{i}.down"), &[self.hidden, inner]);
+        let order = |all: &mut Vec<Needed>, name: String, there: bool, k: usize| {
+            if there {
+                all.push(Needed { name, dims: vec![k as u64], order: true });
+            }
+        };
+        let vectors = |all: &mut Vec<Needed>, names: &[&str], there: bool, at: &str, n: usize| {
+            for name in names.iter().filter(|_| there) {
+                need(all, format!("{at}{name}"), &[n]);
+            }
+        };
+        let hidden = self.hidden;
+        need(&mut all, "embed".into(), &[self.vocab, hidden]);
+        if let Some(rows) = self.positions {
+            need(&mut all, "positions".into(), &[rows, hidden]);
         }
-        need("norm".into(), &[self.hidden]);
+        for (i, layer) in self.layers.iter().enumerate() {
+            let Attn::Gqa { heads, kv_heads, head_dim, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } =
+                layer.attn;
+            let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+            let (inner, all, at) = (layer.mlp.inner(), &mut all, format!("layers.{i}."));
+            vectors(all, &["attn_norm"], true, &at, hidden);
+            vectors(all, &["attn_norm_bias"], layer.attn_norm.biased(), &at, hidden);
+            order(all, format!("{at}attn_order"), attn_order, hidden);
+            for (name, n) in [("q", q), ("k", kv), ("v", kv)] {
+                need(all, format!("{at}{name}"), &[n, hidden]);
+                vectors(all, &["_bias"], qkv_bias, &format!("{at}{name}"), n);
+            }
+            vectors(all, &["q_norm", "k_norm"], qk_norm.is_some(), &at, head_dim);
+            order(all, format!("{at}o_order"), o_order, q);
+            need(all, format!("{at}o"), &[hidden, q]);
+            vectors(all, &["o_bias"], o_bias, &at, hidden);
+            vectors(all, &["mlp_norm"], true, &at, hidden);
+            vectors(all, &["mlp_norm_bias"], layer.mlp_norm.biased(), &at, hidden);
+            let (names, bias, mlp_order) = match layer.mlp {
+                Mlp::Gated { bias, mlp_order, .. } => (&["gate", "up"][..], bias, mlp_order),
+                Mlp::Plain { bias, mlp_order, .. } => (&["up"][..], bias, mlp_order),
+            };
+            order(all, format!("{at}mlp_order"), mlp_order, hidden);
+            for name in names {
+                need(all, format!("{at}{name}"), &[inner, hidden]);
+                vectors(all, &["_bias"], bias, &format!("{at}{name}"), inner);
+            }
+            need(all, format!("{at}down"), &[hidden, inner]);
+            vectors(all, &["down_bias"], bias, &at, hidden);
+        }
+        vectors(&mut all, &["norm"], true, "", hidden);
+        vectors(&mut all, &["norm_bias"], self.norm.biased(), "", hidden);
         if !self.tied_head {
-            need("head".into(), &[self.vocab, self.hidden]);
+            order(&mut all, "head_order".into(), self.head_order, hidden);
+            need(&mut all, "head".into(), &[self.vocab, hidden]);
         }
         all
     }
 }
 
 impl Rope {
+    /// Checks that all numbers make sense together.
+    fn check(&self) -> Result<(), String> {
+        if !(self.theta.is_finite() && self.theta > 0.0) {
+            return Err(format!("rope theta {} must be finite and positive", self.theta));
+        }
+        let factors = match self.scaling {
+            RopeScaling::None => vec![],
+            RopeScaling::Linear { factor } => vec![factor],
+            RopeScaling::Yarn { factor, beta_fast, beta_slow, original_context, attention_factor, .. } => {
+                vec![factor, beta_fast, beta_slow, original_context as f32, attention_factor, self.theta - 1.0]
+            }
+            RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_context } => {
+                vec![factor, low, high - low, original_context as f32]
+            }
+        };
+        if !factors.iter().all(|f| f.is_finite() && *f > 0.0) {
+            let what = "factors must be finite and positive, high_freq_factor above low_freq_factor, \
+                        with YaRN theta above 1";
+            return Err(format!("rope scaling {:?}: {what}", self.scaling));
+        }
+        Ok(())
+    }
+
+    /// Factor on cosines and sines.
+    pub fn attention_factor(&self) -> f32 {
+        match self.scaling {
+            RopeScaling::Yarn { attention_factor, .. } => attention_factor,
+            _ => 1.0,
+        }
+    }
+
     /// Angles per position for the `head_dim / 2` pairs, f32.
     ///
     /// Computed in f64 and rounded once; the reference library computes in f32, a difference of
@@ -249,6 +419,20 @@ impl Rope {
                 match self.scaling {
                     RopeScaling::None => base as f32,
                     RopeScaling::Linear { factor } => (base / factor as f64) as f32,
+                    RopeScaling::Yarn { factor, beta_fast, beta_slow, original_context, truncate, .. } => {
+                        let dim = head_dim as f64;
+                        // The pair that turns `rotations` times within the original context.
+                        let pair = |rotations: f32| {
+                            let length = original_context as f64 / (rotations as f64 * std::f64::consts::TAU);
+                            dim * length.ln() / (2.0 * (self.theta as f64).ln())
+                        };
+                        let (low, high) = (pair(beta_fast), pair(beta_slow));
+                        let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
+                        let (low, high) = (low.max(0.0), high.min(dim - 1.0));
+                        let high = if low == high { high + 0.001 } else { high };
+                        let divided = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                        (base / factor as f64 * divided + base * (1.0 - divided)) as f32
+                    }
                     RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
                         let (factor, low, high) = (factor as f64, low_freq_factor as f64, high_freq_factor as f64);
                         let context = original_context as f64;

@@ -20,12 +20,26 @@ fn spec() -> ModelSpec {
         max_context: 128,
         layers: vec![Layer {
             attn_norm: norm.clone(),
-            attn: Attn::Gqa { heads: 4, kv_heads: 2, head_dim: 8, scale: 0.5, rope },
+            attn: Attn::Gqa {
+                heads: 4,
+                kv_heads: 2,
+                head_dim: 8,
+                scale: 0.5,
+                rope: Some(rope),
+                window: None,
+                qk_norm: None,
+                qkv_bias: false,
+                o_bias: false,
+                attn_order: false,
+                o_order: false,
+            },
             mlp_norm: norm.clone(),
-            mlp: Mlp::Gated { inner: 48, act: Act::Silu },
+            mlp: Mlp::Gated { inner: 48, act: Act::Silu, bias: false, mlp_order: false },
         }],
         norm,
         tied_head: false,
+        head_order: false,
+        positions: None,
     }
 }
 

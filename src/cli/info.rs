@@ -3,10 +3,7 @@
 use std::{collections::BTreeMap, error::Error, fmt::Write, path::PathBuf};
 
 use clap::Args;
-use quern_models::{
-    ModelFile,
-    spec::{Attn, Mlp},
-};
+use quern_models::{ModelFile, spec::Attn};
 use serde_json::json;
 
 use super::{open, print, size};
@@ -106,7 +103,7 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
         bytes as f64 * 8.0 / weights as f64
     )?;
     let Attn::Gqa { heads, kv_heads, head_dim, .. } = spec.layers[0].attn;
-    let Mlp::Gated { inner, .. } = spec.layers[0].mlp;
+    let inner = spec.layers[0].mlp.inner();
     writeln!(
         s,
         "model        {}, {} layers, hidden {}, {heads}/{kv_heads} heads of {head_dim}, inner {inner}, vocabulary {}, context {}",

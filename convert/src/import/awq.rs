@@ -5,7 +5,9 @@
 
 use quern_models::{PANEL, ZeroKind};
 
-use super::{IntShape, Integers, Scales, Words, config::Hint, gptq::group_by_index, group_of, nibbles, rows_of};
+use super::{
+    Coding, IntShape, Integers, Scales, Words, config::Hint, gptq::group_by_index, group_of, nibbles, rows_of,
+};
 use crate::{ConvertError, source::Checkpoint};
 
 /// Row (of eight) that nibble `i` holds.
@@ -72,7 +74,7 @@ impl<'a> Awq<'a> {
         shaped(&name, got, scales.groups())?;
         // Symmetric in effect: nothing to store.
         let zero = if qzeros.iter().all(|w| w == 0x8888_8888) { ZeroKind::Mid } else { ZeroKind::Code };
-        let shape = IntShape { n, k, bits: 4, group, zero, scale: scales.stored() };
+        let shape = IntShape { n, k, bits: 4, group, zero, scale: scales.stored(), coding: Coding::Plain };
         Ok(Awq { shape, qweight, qzeros, scales })
     }
 }

@@ -4,7 +4,7 @@ use half::f16;
 use quern_models::{FloatType, PANEL, ZeroKind};
 use rayon::prelude::*;
 
-use super::{IntShape, Integers, rows_of};
+use super::{Coding, IntShape, Integers, rows_of};
 use crate::{
     ConvertError,
     source::{Block, RawTensor, Rows},
@@ -27,7 +27,7 @@ impl<'a> Blocks<'a> {
             Block::Q4_1 => (4, ZeroKind::Min),
             Block::Q8_0 => (8, ZeroKind::Mid),
         };
-        let shape = IntShape { n, k, bits, group: 32, zero, scale: FloatType::F16 };
+        let shape = IntShape { n, k, bits, group: 32, zero, scale: FloatType::F16, coding: Coding::Plain };
         let blocks = Blocks { shape, block, bytes: raw.bytes, rows: raw.rows };
         let finite =
             |&row: &usize| (0..k / 32).all(|g| blocks.scale(row, g).is_finite() && blocks.min(row, g).is_finite());

@@ -6,7 +6,7 @@
 
 use quern_models::{PANEL, ZeroKind};
 
-use super::{IntShape, Integers, Scales, Words, config::Hint, group_of, nibbles, rows_of};
+use super::{Coding, IntShape, Integers, Scales, Words, config::Hint, group_of, nibbles, rows_of};
 use crate::{
     ConvertError,
     source::{Checkpoint, Dtype, RawTensor},
@@ -96,7 +96,7 @@ impl<'a> Gptq<'a> {
             None => None,
             Some((name, raw)) => Some(zero_words(&name, raw, n, bits, scales.groups(), !asymmetric)?),
         };
-        let shape = IntShape { n, k, bits, group, zero: ZeroKind::Mid, scale: scales.stored() };
+        let shape = IntShape { n, k, bits, group, zero: ZeroKind::Mid, scale: scales.stored(), coding: Coding::Plain };
         Ok(Gptq { shape, qweight, qzeros, scales, convention: Convention::Mid })
     }
 

@@ -13,7 +13,7 @@ pub mod gptq;
 pub mod rtn;
 
 use half::f16;
-use quern_models::{FloatType, PANEL, Scheme, ZeroKind};
+use quern_models::{FloatType, Mini, PANEL, Scheme, ZeroKind};
 
 use crate::{ConvertError, source::Dtype, source::RawTensor};
 
@@ -32,6 +32,28 @@ pub struct IntShape {
     pub zero: ZeroKind,
     /// Type in which scales (and minima) are stored; holds every one of them exactly.
     pub scale: FloatType,
+    /// What codes and scales are.
+    pub coding: Coding,
+}
+
+/// What the codes and scales of a tensor are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Coding {
+    /// Integers with a scale per group.
+    Plain,
+    /// Integers whose scales have two levels; `scale` does not count.
+    Nested,
+    /// Small floats with a scale per group; `zero` does not count.
+    Mini(Mini),
+}
+
+/// A scale (or minimum) of two levels: `upper * lower`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Level2 {
+    /// Of the super-block.
+    pub upper: f16,
+    /// Of the group.
+    pub lower: i8,
 }
 
 impl IntShape {
@@ -47,12 +69,17 @@ impl IntShape {
 
     /// The scheme in the file.
     pub fn scheme(&self) -> Scheme {
-        Scheme::Int { bits: self.bits, group: self.group as u32, zero: self.zero, scale: self.scale }
+        let group = self.group as u32;
+        match self.coding {
+            Coding::Plain => Scheme::Int { bits: self.bits, group, zero: self.zero, scale: self.scale },
+            Coding::Nested => Scheme::Nested { bits: self.bits, group, zero: self.zero },
+            Coding::Mini(kind) => Scheme::Mini { kind, group, scale: self.scale },
+        }
     }
 }
 
 /// A quantized tensor, read from wherever it lies.
-pub trait Integers: Sync {
+pub trait Integers: Send + Sync {
     /// Shape and meaning.
     fn shape(&self) -> IntShape;
 
@@ -70,6 +97,11 @@ pub trait Integers: Sync {
     /// Minimum of a group; only for [`ZeroKind::Min`].
     fn min(&self, _row: usize, _group: usize) -> f32 {
         0.0
+    }
+
+    /// Scale and minimum of a group by their levels; only for [`Coding::Nested`].
+    fn nested(&self, _row: usize, _group: usize) -> [Level2; 2] {
+        [Level2 { upper: f16::ZERO, lower: 0 }; 2]
     }
 
     /// Codes of the rows of a panel into `out`, `[rows][stride]`, the first `k` of every row. What is not written

@@ -12,7 +12,7 @@ use half::f16;
 use quern_models::{FloatType, PANEL, ZeroKind};
 use rayon::prelude::*;
 
-use super::{IntShape, Integers, float::Floats, rows_of};
+use super::{Coding, IntShape, Integers, float::Floats, rows_of};
 use crate::ConvertError;
 
 /// A float tensor seen as integers.
@@ -26,7 +26,15 @@ pub struct Rtn<'a> {
 
 /// Shape and meaning of `floats` once quantized. Looks at all of them, for the type of the scales.
 pub fn shape(floats: &Floats, bits: u8, group: usize) -> IntShape {
-    let shape = IntShape { n: floats.n, k: floats.k, bits, group, zero: ZeroKind::Mid, scale: FloatType::F16 };
+    let shape = IntShape {
+        n: floats.n,
+        k: floats.k,
+        bits,
+        group,
+        zero: ZeroKind::Mid,
+        scale: FloatType::F16,
+        coding: Coding::Plain,
+    };
     let lossy = |largest: f32| {
         // More than an f16 loses to rounding while it is normal: the scale is far into its subnormals.
         // (What is not a number is an error when the tensor is quantized.)

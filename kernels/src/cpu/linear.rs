@@ -45,6 +45,7 @@ pub fn linear_panel(
             // SAFETY: shapes were checked above and in `new`; an Isa is only handed out if detected.
             unsafe { (isa.float)(&panel, acts, rows, tile, scratch) }
         }
+        Scheme::Nested { .. } | Scheme::Mini { .. } | Scheme::Order => panic!("no kernel for {}", w.scheme),
         Scheme::Int { bits, .. } => {
             let panel = IntPanel::new(w, panel);
             let kernel = match mode {

@@ -14,9 +14,8 @@ use std::{
 };
 
 use quern_models::{
-    ModelFile, ModelSpec, PANEL, Scheme, TensorView, ZeroKind,
-    p64::Shape,
-    spec::{Attn, Mlp, Norm, Rope},
+    ModelFile, ModelSpec, PANEL, Scheme, TensorView,
+    spec::{Attn, Rope},
 };
 
 use super::{Chunk, Plan};
@@ -123,6 +122,7 @@ impl Forward {
         let layers = file.spec().layers.iter().enumerate().map(|(i, layer)| {
             let at = |name: &str| index(&format!("layers.{i}.{name}"));
             let Attn::Gqa { head_dim, ref rope, .. } = layer.attn;
+            let rope = rope.as_ref().expect("layers without rope come with the next change");
             LayerTensors {
                 attn_norm: vector(&format!("layers.{i}.attn_norm")),
                 mlp_norm: vector(&format!("layers.{i}.mlp_norm")),
@@ -175,13 +175,13 @@ impl Forward {
         self.embed(plan);
         self.bufs.turn(plan);
         for (i, layer) in spec.layers.iter().enumerate() {
-            let Norm::Rms { eps } = layer.attn_norm;
+            let eps = layer.attn_norm.eps();
             self.norm_into_acts(i, true, eps, m);
             self.qkv(i, m);
             self.rope_and_append(i, plan);
             self.attend(i, plan, m);
             self.output(i, m);
-            let Norm::Rms { eps } = layer.mlp_norm;
+            let eps = layer.mlp_norm.eps();
             self.norm_into_acts(i, false, eps, m);
             self.gate_up(i, m);
             self.down(i);
@@ -346,7 +346,6 @@ impl Forward {
     fn gate_up(&mut self, layer: usize, m: usize) {
         let tensors = &self.layers[layer];
         let [gate, up] = tensors.gate_up.map(|t| self.file.view(t));
-        let Mlp::Gated { inner: _, act: quern_models::spec::Act::Silu } = self.file.spec().layers[layer].mlp;
         self.bufs.inner.reset(m, gate.n, Forms::of(self.file.view(tensors.down).scheme, self.mode));
         let (isa, simd, mode) = (self.isa, self.simd, self.mode);
         let (acts, inner) = (&self.bufs.acts, &self.bufs.inner);
@@ -373,7 +372,7 @@ impl Forward {
     /// Final norm and head of the rows that want logits.
     fn head(&mut self, plan: &Plan) -> &mut [f32] {
         let w = self.file.view(self.head);
-        let Norm::Rms { eps } = self.file.spec().norm;
+        let eps = self.file.spec().norm.eps();
         let mut wanted = vec![];
         let mut row = 0;
         for c in &plan.chunks {
@@ -543,20 +542,6 @@ fn embed_row(table: &TensorView, row: usize, out: &mut [f32]) {
             let bytes = &table.codes[row * table.k * t.size()..(row + 1) * table.k * t.size()];
             out.iter_mut().enumerate().for_each(|(i, o)| *o = t.read(bytes, i));
         }
-        Scheme::Int { bits, group, zero, scale } => {
-            let shape = Shape::new(table.n, table.k, bits, group as usize);
-            for (g, out) in out.chunks_mut(group as usize).enumerate() {
-                let s = scale.read(table.scales, shape.cell(row, g));
-                let (z, m) = match zero {
-                    ZeroKind::Mid => ((1u32 << (bits - 1)) as f32, 0.0),
-                    ZeroKind::Code => (shape.zero(table.zeros, row, g) as f32, 0.0),
-                    ZeroKind::Min => (0.0, scale.read(table.zeros, shape.cell(row, g))),
-                };
-                for (i, o) in out.iter_mut().enumerate() {
-                    let q = shape.code(table.codes, row, g * group as usize + i) as f32;
-                    *o = if zero == ZeroKind::Min { s * q + m } else { s * (q - z) };
-                }
-            }
-        }
+        _ => out.iter_mut().enumerate().for_each(|(i, o)| *o = table.at(row, i)),
     }
 }

@@ -6,7 +6,7 @@
 
 use quern_models::{
     ModelFile, TensorView,
-    spec::{Act, Attn, Mlp, Norm},
+    spec::{Attn, Norm},
 };
 
 /// Logits `[tokens.len()][vocab]` after each token.
@@ -22,7 +22,6 @@ pub fn logits(file: &ModelFile, tokens: &[u32]) -> Vec<f32> {
         let (q, k, v) = (linear(&at("q"), &normed), linear(&at("k"), &normed), linear(&at("v"), &normed));
         add(&mut x, &linear(&at("o"), &attention(&layer.attn, q, k, &v)));
         let normed = norm(&x, &at("mlp_norm"), &layer.mlp_norm);
-        let Mlp::Gated { act: Act::Silu, .. } = layer.mlp;
         let (gate, up) = (linear(&at("gate"), &normed), linear(&at("up"), &normed));
         let silu = |g: f32| g as f64 / (1.0 + (-g as f64).exp());
         let product =
@@ -46,7 +45,7 @@ fn linear(w: &TensorView, x: &[Vec<f32>]) -> Vec<Vec<f32>> {
 }
 
 fn norm(x: &[Vec<f32>], weight: &TensorView, norm: &Norm) -> Vec<Vec<f32>> {
-    let Norm::Rms { eps } = *norm;
+    let eps = norm.eps();
     let one = |row: &Vec<f32>| {
         let mean = row.iter().map(|&v| v as f64 * v as f64).sum::<f64>() / row.len() as f64;
         let r = 1.0 / (mean + eps as f64).sqrt();
@@ -62,8 +61,8 @@ fn add(x: &mut [Vec<f32>], y: &[Vec<f32>]) {
 }
 
 fn attention(attn: &Attn, mut q: Vec<Vec<f32>>, mut k: Vec<Vec<f32>>, v: &[Vec<f32>]) -> Vec<Vec<f32>> {
-    let Attn::Gqa { heads, kv_heads, head_dim: d, scale, ref rope } = *attn;
-    let freq = rope.inv_freq(d);
+    let Attn::Gqa { heads, kv_heads, head_dim: d, scale, ref rope, .. } = *attn;
+    let freq = rope.as_ref().map_or(vec![0.0; d / 2], |r| r.inv_freq(d));
     for (position, row) in q.iter_mut().chain(&mut k).enumerate() {
         let position = position % v.len();
         for head in row.chunks_exact_mut(d) {

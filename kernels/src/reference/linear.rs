@@ -78,7 +78,7 @@ pub fn f32(w: &TensorView, x: &[f32]) -> Vec<f32> {
             p
         };
         match w.scheme {
-            Scheme::Int { .. } => {
+            Scheme::Int { .. } | Scheme::Nested { .. } | Scheme::Mini { .. } | Scheme::Order => {
                 let p = partial(4);
                 (p[0] + p[1]) + (p[2] + p[3])
             }

@@ -43,6 +43,7 @@ impl Packed {
         let planes = scheme.planes(n as u64, k as u64).expect("a small tensor");
         let mut bytes = vec![0u8; planes.total as usize];
         match scheme {
+            Scheme::Nested { .. } | Scheme::Mini { .. } | Scheme::Order => panic!("{scheme}"),
             Scheme::Float(kind) => {
                 bytes.clear();
                 (0..n * k).for_each(|_| kind.push(rng.float() * 0.2, &mut bytes));

@@ -26,9 +26,21 @@ pub(super) fn plan(config: &Config) -> Result<FamilyPlan, FamilyError> {
     let norm = Norm::Rms { eps: config.float_or("rms_norm_eps", 1e-6)? };
     let layer = Layer {
         attn_norm: norm.clone(),
-        attn: Attn::Gqa { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt(), rope: config.rope()? },
+        attn: Attn::Gqa {
+            heads,
+            kv_heads,
+            head_dim,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            rope: Some(config.rope()?),
+            window: None,
+            qk_norm: None,
+            qkv_bias: false,
+            o_bias: false,
+            attn_order: false,
+            o_order: false,
+        },
         mlp_norm: norm.clone(),
-        mlp: Mlp::Gated { inner, act },
+        mlp: Mlp::Gated { inner, act, bias: false, mlp_order: false },
     };
     let spec = ModelSpec {
         family: "llama".into(),
@@ -37,6 +49,8 @@ pub(super) fn plan(config: &Config) -> Result<FamilyPlan, FamilyError> {
         max_context: config.size_or("max_position_embeddings", Some(2048))?,
         layers: vec![layer; layers],
         norm,
+        head_order: false,
+        positions: None,
         tied_head: config.bool_or("tie_word_embeddings", false)?,
     };
     let warnings = config.finish()?;

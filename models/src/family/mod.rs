@@ -117,7 +117,7 @@ mod tests {
 
     fn rope(change: Value) -> crate::spec::Rope {
         let Attn::Gqa { rope, .. } = plan(&config(change)).unwrap().spec.layers.remove(0).attn;
-        rope
+        rope.unwrap()
     }
 
     #[test]

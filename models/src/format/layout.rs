@@ -5,7 +5,7 @@
 use byteorder::{ByteOrder, LittleEndian as LE};
 
 use super::FormatError;
-use crate::{FloatType, Layout, Scheme, ZeroKind};
+use crate::{FloatType, Layout, Mini, Scheme, ZeroKind};
 
 /// First bytes of every file; the line ends reveal a transfer that changed them.
 pub const MAGIC: [u8; 8] = *b"QRN\r\n\x1a\n\0";
@@ -211,14 +211,10 @@ impl TensorInfo {
     pub fn encode(&self, out: &mut Vec<u8>) {
         let (kind, code, zero, scale, group) = match self.scheme {
             Scheme::Float(t) => (0, float_id(t), 0, 0, 0),
-            Scheme::Int { bits, group, zero, scale } => {
-                let zero = match zero {
-                    ZeroKind::Mid => 0,
-                    ZeroKind::Code => 1,
-                    ZeroKind::Min => 2,
-                };
-                (1, bits, zero, float_id(scale), group)
-            }
+            Scheme::Int { bits, group, zero, scale } => (1, bits, zero_id(zero), float_id(scale), group),
+            Scheme::Nested { bits, group, zero } => (2, bits, zero_id(zero), 0, group),
+            Scheme::Mini { kind, group, scale } => (3, mini_id(kind), 0, float_id(scale), group),
+            Scheme::Order => (4, 0, 0, 0, 0),
         };
         out.extend_from_slice(&(self.name.len() as u16).to_le_bytes());
         out.extend_from_slice(&[self.dims.len() as u8, self.layout as u8, kind, code, zero, scale]);
@@ -265,32 +261,60 @@ impl TensorInfo {
             return Err(bad("dimension", "at least 1", 0));
         }
         let float = |field, id: u8| float_of(id).ok_or_else(|| bad(field, "0 (f32), 1 (f16) or 2 (bf16)", id as u64));
+        let unused = |fields: &[(&'static str, u64)]| match fields.iter().find(|f| f.1 != 0) {
+            Some(&(field, got)) => Err(bad(field, "0, this scheme has none", got)),
+            None => Ok(()),
+        };
+        let bits = || if code == 4 || code == 8 { Ok(code) } else { Err(bad("bits", "4 or 8", code as u64)) };
+        let columns = || {
+            let right = group > 0 && group % 16 == 0;
+            if right { Ok(group) } else { Err(bad("group", "a multiple of 16", group as u64)) }
+        };
+        let zeros = |kinds: &'static [ZeroKind], expected| {
+            let found = kinds.iter().find(|&&k| zero_id(k) == zero);
+            found.copied().ok_or_else(|| bad("zero kind", expected, zero as u64))
+        };
+        let (no_zero, no_scale, no_group) =
+            (("zero kind", zero as u64), ("scale type", scale as u64), ("group", group as u64));
         let scheme = match kind {
             0 => {
-                for (field, got) in [("zero kind", zero as u64), ("scale type", scale as u64), ("group", group as u64)]
-                {
-                    if got != 0 {
-                        return Err(bad(field, "0 for floats", got));
-                    }
-                }
+                unused(&[no_zero, no_scale, no_group])?;
                 Scheme::Float(float("element type", code)?)
             }
-            1 => {
-                if code != 4 && code != 8 {
-                    return Err(bad("bits", "4 or 8", code as u64));
+            1 => Scheme::Int {
+                bits: bits()?,
+                group: columns()?,
+                zero: zeros(&[ZeroKind::Mid, ZeroKind::Code, ZeroKind::Min], "0, 1 or 2")?,
+                scale: float("scale type", scale)?,
+            },
+            2 => {
+                unused(&[no_scale])?;
+                if group != 16 && group != 32 {
+                    return Err(bad("group", "16 or 32", group as u64));
                 }
-                if group == 0 || group % 32 != 0 {
-                    return Err(bad("group", "a multiple of 32", group as u64));
-                }
-                let zero = match zero {
-                    0 => ZeroKind::Mid,
-                    1 => ZeroKind::Code,
-                    2 => ZeroKind::Min,
-                    _ => return Err(bad("zero kind", "0, 1 or 2", zero as u64)),
-                };
-                Scheme::Int { bits: code, group, zero, scale: float("scale type", scale)? }
+                let zero = zeros(&[ZeroKind::Mid, ZeroKind::Min], "0 or 2")?;
+                Scheme::Nested { bits: bits()?, group, zero }
             }
-            _ => return Err(bad("scheme", "0 (float) or 1 (integer)", kind as u64)),
+            3 => {
+                unused(&[no_zero])?;
+                let found = [Mini::E2M1, Mini::E4M3].into_iter().find(|&k| mini_id(k) == code);
+                let kind = found.ok_or_else(|| bad("small float type", "0 (e2m1) or 1 (e4m3)", code as u64))?;
+                Scheme::Mini { kind, group: columns()?, scale: float("scale type", scale)? }
+            }
+            4 => {
+                unused(&[("element type", code as u64), no_zero, no_scale, no_group])?;
+                if ndim != 1 {
+                    return Err(bad("dimensions of an order", "1", ndim as u64));
+                }
+                Scheme::Order
+            }
+            _ => {
+                return Err(bad(
+                    "scheme",
+                    "0 (float), 1 (integer), 2 (nested), 3 (small float) or 4 (order)",
+                    kind as u64,
+                ));
+            }
         };
         if layout != scheme.layout() as u8 {
             return Err(bad("layout", &(scheme.layout() as u8).to_string(), layout as u64));
@@ -310,6 +334,21 @@ fn take<'a>(table: &mut &'a [u8], len: usize) -> Result<&'a [u8], FormatError> {
     let (head, rest) = table.split_at_checked(len).ok_or(short)?;
     *table = rest;
     Ok(head)
+}
+
+fn zero_id(zero: ZeroKind) -> u8 {
+    match zero {
+        ZeroKind::Mid => 0,
+        ZeroKind::Code => 1,
+        ZeroKind::Min => 2,
+    }
+}
+
+fn mini_id(kind: Mini) -> u8 {
+    match kind {
+        Mini::E2M1 => 0,
+        Mini::E4M3 => 1,
+    }
 }
 
 fn float_id(t: FloatType) -> u8 {

@@ -13,7 +13,7 @@ use super::{
     layout::{FIXED_LEN, Fixed, PAGE, SECTION_LEN, Section, SectionKind},
 };
 use crate::{
-    TensorView,
+    Scheme, TensorView,
     map::Mapped,
     spec::{Generation, ModelSpec},
 };
@@ -183,9 +183,36 @@ impl Header {
                     got,
                 });
             }
+            let info = info.expect("tested above");
+            if (info.scheme == Scheme::Order) != need.order {
+                let expected = if need.order { "order" } else { "weights" }.into();
+                let got = info.scheme.to_string();
+                return Err(FormatError::Tensor { tensor: need.name, field: "scheme", expected, got });
+            }
+            if need.order {
+                check_order(info, &bytes[info.offset as usize..][..info.len as usize])?;
+            }
         }
         Ok(Header { fixed, spec, generation, provenance, sections, tensors, by_name })
     }
+}
+
+/// An order must be a permutation: the runtime takes columns by it.
+fn check_order(info: &TensorInfo, bytes: &[u8]) -> Result<(), FormatError> {
+    let mut seen = vec![false; bytes.len() / 4];
+    for (i, b) in bytes.chunks_exact(4).enumerate() {
+        let column = u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+        let new = seen.get_mut(column as usize).is_some_and(|s| !std::mem::replace(s, true));
+        if !new {
+            return Err(FormatError::Tensor {
+                tensor: info.name.clone(),
+                field: "elements",
+                expected: format!("every number below {} once", bytes.len() / 4),
+                got: format!("{column} at {i}"),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// xxh3-64 of a header with its own hash field taken as zero.
