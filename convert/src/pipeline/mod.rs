@@ -1,0 +1,219 @@
+//! From a checkpoint on disk to a verified file: plan everything, stream tensor by tensor, compare, name.
+//!
+//! At most one tensor is in memory beside the maps. The file takes its name only after the comparison.
+
+mod job;
+mod presence;
+mod take;
+
+use std::{collections::BTreeSet, path::Path, time::Instant};
+
+use quern_models::{
+    FileWriter, FloatType, Meta, ModelFile, Scheme, TensorPlan,
+    family::{self, FamilyPlan},
+};
+use serde_json::{Value, json};
+
+use self::{
+    job::{Data, Job},
+    take::{Choice, Module},
+};
+use crate::{
+    ConvertError, Options, Phase, Progress, Quant, Report, Row, Step, Verified,
+    import::config::Hint,
+    source::{Checkpoint, Source},
+    threads::Threads,
+};
+
+/// Converts `source` (a directory, a .safetensors or a .gguf file) into `out`.
+///
+/// `out` appears only when every element has been compared with the source; an error or an
+/// interruption leaves what was there before.
+pub fn convert(
+    source: &Path,
+    out: &Path,
+    options: &Options,
+    progress: &mut dyn Progress,
+) -> Result<Report, ConvertError> {
+    let start = Instant::now();
+    // A link that leads nowhere is there too.
+    if out.symlink_metadata().is_ok() && !options.force {
+        return Err(ConvertError::Exists { path: out.into() });
+    }
+    if let Some(group) = options.group.filter(|g| *g == 0 || *g > 1 << 16 || g % 32 != 0) {
+        return Err(ConvertError::unsupported(
+            format!("a group of {group} columns"),
+            "give a multiple of 32 up to 65536, such as 32, 64 or 128",
+        ));
+    }
+    let files = Source::open(source)?;
+    if let Ok(there) = out.canonicalize()
+        && files.paths().iter().any(|p| p.canonicalize().is_ok_and(|p| p == there))
+    {
+        return Err(ConvertError::OwnSource { path: out.into() });
+    }
+    let checkpoint = files.read()?;
+    let threads = Threads::new()?;
+    let plan = threads.run(|| Plan::new(&checkpoint, options))?;
+    plan.notes.iter().for_each(|n| progress.note(n));
+
+    let meta = Meta {
+        provenance: plan.provenance(&checkpoint, options),
+        spec: plan.family.spec.clone(),
+        tokenizer: checkpoint.tokenizer.clone(),
+        chat_template: checkpoint.chat_template.clone(),
+        generation: checkpoint.generation.clone(),
+    };
+    let plans: Vec<TensorPlan> = plan.jobs.iter().map(Job::plan).collect();
+    let mut writer = FileWriter::create(out, &meta, plans)?;
+    let mut pass = Pass::new(&plan.jobs, Phase::Write);
+    for job in &plan.jobs {
+        go_on(progress)?;
+        threads.run(|| job.write(&mut writer))?;
+        pass.done(job, progress);
+    }
+    let temp = writer.seal()?.to_path_buf();
+    let mut verified = Verified::default();
+    let file_bytes;
+    {
+        let file = ModelFile::open(&temp)?;
+        file_bytes = file.file_len();
+        let mut pass = Pass::new(&plan.jobs, Phase::Verify);
+        for job in &plan.jobs {
+            go_on(progress)?;
+            let view = file.tensor(&job.target).expect("the writer's plan has every job's tensor");
+            verified += threads.run(|| job.verify(&view))?;
+            pass.done(job, progress);
+        }
+    }
+    writer.finish()?;
+    let (rows, seconds) = (rows(&plan.jobs), start.elapsed().as_secs_f64());
+    Ok(Report { path: out.into(), method: plan.method, rows, file_bytes, verified, seconds })
+}
+
+/// An error if the caller wants to stop; dropping the writer then removes the temporary file.
+fn go_on(progress: &dyn Progress) -> Result<(), ConvertError> {
+    if progress.cancelled() { Err(ConvertError::Interrupted) } else { Ok(()) }
+}
+
+/// Everything decided before the first byte is written.
+struct Plan<'a> {
+    family: FamilyPlan,
+    jobs: Vec<Job<'a>>,
+    method: &'static str,
+    tools: Vec<String>,
+    notes: Vec<String>,
+}
+
+impl<'a> Plan<'a> {
+    fn new(checkpoint: &Checkpoint<'a>, options: &Options) -> Result<Plan<'a>, ConvertError> {
+        let hint = match &checkpoint.quant_config {
+            Some((file, config)) => Hint::new(file, config)?,
+            None => Hint::default(),
+        };
+        let family = family::plan(&checkpoint.config);
+        let mut family = family.map_err(|source| ConvertError::Family { origin: checkpoint.name.clone(), source })?;
+        let mut notes = [checkpoint.notes.clone(), std::mem::take(&mut family.warnings)].concat();
+        let mut used = BTreeSet::new();
+        presence::tie_head(checkpoint, &mut family, &mut used, &mut notes);
+        let imported = family.rules.iter().any(|r| take::is_quantized(checkpoint, r));
+        let choice = Choice::new(options, imported);
+        let mut jobs = vec![];
+        for rule in &family.rules {
+            jobs.push(Module { checkpoint, rule, hint: &hint, choice, used: &mut used }.take()?);
+        }
+        let small = |j: &&Job| matches!(&j.data, Data::Rtn { shape, .. } if shape.scale == FloatType::F32);
+        if let Some(first) = jobs.iter().find(small) {
+            notes.push(format!(
+                "{} tensor(s), the first is {}, have weights too small for f16 scales: their scales are f32",
+                jobs.iter().filter(small).count(),
+                first.origin
+            ));
+        }
+        let found = jobs.iter().find_map(|j| j.method);
+        take::settle_zeros(&mut jobs, &hint)?;
+        presence::left_over(checkpoint, &family, &used)?;
+        if imported && options.quant != Quant::Keep {
+            notes.push(
+                "the source is quantized already: its integers are kept, --quant applies to float weights only".into(),
+            );
+        }
+        if let (Some(method), None) = (hint.method, found) {
+            notes.push(format!("{} says {}, but no tensor is quantized", hint.file, method.name()));
+        }
+        let method = if checkpoint.gguf { "gguf" } else { found.unwrap_or("float") };
+        Ok(Plan { family, jobs, method, tools: hint.tools, notes })
+    }
+
+    fn provenance(&self, checkpoint: &Checkpoint, options: &Options) -> Value {
+        let ints = self.jobs.iter().find_map(|j| match (j.dims.len(), j.scheme()) {
+            (2, Scheme::Int { bits, group, zero, .. }) if j.target.contains('.') => Some((bits, group, zero)),
+            _ => None,
+        });
+        let mut all = json!({
+            "source": checkpoint.name,
+            "method": self.method,
+            "quern": env!("CARGO_PKG_VERSION"),
+        });
+        let mut put = |key: &str, value: Option<Value>| {
+            if let Some(value) = value {
+                all[key] = value;
+            }
+        };
+        put("model", checkpoint.model.clone().map(Value::from));
+        put("licence", checkpoint.licence.clone().map(Value::from));
+        put("bits", ints.map(|i| i.0.into()));
+        put("group", ints.map(|i| i.1.into()));
+        put("tools", Some(self.tools.clone()).filter(|t| !t.is_empty()).map(Value::from));
+        let made = self.jobs.iter().any(|j| matches!(j.data, Data::Rtn { .. }));
+        put("quantizer", made.then(|| json!({ "name": "rtn", "scale": "signed max / lowest code" })));
+        put("asked", Some(format!("{:?}", options.quant).to_lowercase().into()));
+        all
+    }
+}
+
+/// Counts tensors and bytes of one pass.
+struct Pass {
+    phase: Phase,
+    tensors: usize,
+    tensors_done: usize,
+    bytes: u64,
+    bytes_done: u64,
+}
+
+impl Pass {
+    fn new(jobs: &[Job], phase: Phase) -> Pass {
+        Pass { phase, tensors: jobs.len(), tensors_done: 0, bytes: jobs.iter().map(Job::bytes).sum(), bytes_done: 0 }
+    }
+
+    fn done(&mut self, job: &Job, progress: &mut dyn Progress) {
+        self.tensors_done += 1;
+        self.bytes_done += job.bytes();
+        progress.step(&Step {
+            phase: self.phase,
+            tensor: &job.target,
+            tensors_done: self.tensors_done,
+            tensors: self.tensors,
+            bytes_done: self.bytes_done,
+            bytes: self.bytes,
+        });
+    }
+}
+
+fn rows(jobs: &[Job]) -> Vec<Row> {
+    let mut rows: Vec<Row> = vec![];
+    for job in jobs {
+        let scheme = job.scheme().to_string();
+        let (weights, bytes) = (job.weights(), job.bytes());
+        match rows.iter_mut().find(|r| r.scheme == scheme) {
+            Some(row) => {
+                row.tensors += 1;
+                row.weights += weights;
+                row.bytes += bytes;
+            }
+            None => rows.push(Row { scheme, tensors: 1, weights, bytes }),
+        }
+    }
+    rows.sort_by_key(|r| std::cmp::Reverse(r.bytes));
+    rows
+}

@@ -1,0 +1,196 @@
+//! The tensors of one source module, in whatever format they are.
+//!
+//! Formats are asked in turn ([`Module::FORMATS`]); each says by the presence of its tensors whether the module is its own.
+//! A new one is a function in that list.
+
+use std::collections::BTreeSet;
+
+use quern_models::{
+    FloatType,
+    family::{Rule, RuleKind},
+};
+
+use super::job::{Data, Job};
+use crate::{
+    ConvertError, Options, Quant,
+    import::{
+        awq::Awq,
+        blocks::Blocks,
+        config::{Hint, Method},
+        float::Floats,
+        gptq::{self, Gptq},
+        rtn,
+    },
+    source::{Checkpoint, Dtype, RawTensor},
+};
+
+/// What float tensors become.
+#[derive(Clone, Copy)]
+pub(super) struct Choice {
+    linear: Quant,
+    head: Quant,
+    group: Option<usize>,
+}
+
+impl Choice {
+    pub fn new(options: &Options, imported: bool) -> Choice {
+        let head = match (options.lm_head, options.quant) {
+            (Some(asked), _) => asked,
+            (None, _) if imported => Quant::Keep,
+            (None, Quant::Int4 | Quant::Int8) => Quant::Int8,
+            (None, asked) => asked,
+        };
+        Choice { linear: options.quant, head, group: options.group }
+    }
+
+    fn of(self, kind: RuleKind) -> Quant {
+        match kind {
+            RuleKind::Linear { .. } => self.linear,
+            RuleKind::Embedding { .. } | RuleKind::Head { .. } => self.head,
+            RuleKind::Vector { .. } => Quant::Keep,
+        }
+    }
+}
+
+fn float(floats: Floats, quant: Quant, asked: Option<usize>) -> Data {
+    let rtn = |bits, usual| {
+        let shape = rtn::shape(&floats, bits, rtn::group_for(floats.k, asked.unwrap_or(usual)));
+        Data::Rtn { floats: floats.clone(), shape }
+    };
+    match quant {
+        Quant::Keep => Data::Float { stored: floats.kind, floats },
+        Quant::F16 => Data::Float { stored: FloatType::F16, floats },
+        Quant::Int4 => rtn(4, 64),
+        Quant::Int8 => rtn(8, 128),
+    }
+}
+
+/// What a format makes of a module: the numbers, the name for messages, and the method if it is a quantized one.
+type Taken<'a> = (Data<'a>, String, Option<&'static str>);
+
+/// A rule of the family, to be filled from the checkpoint.
+pub(super) struct Module<'a, 'b> {
+    pub checkpoint: &'b Checkpoint<'a>,
+    pub rule: &'b Rule,
+    pub hint: &'b Hint,
+    pub choice: Choice,
+    /// Names of all tensors taken so far.
+    pub used: &'b mut BTreeSet<String>,
+}
+
+/// Whether a linear of the checkpoint comes with integers.
+pub(super) fn is_quantized(checkpoint: &Checkpoint, rule: &Rule) -> bool {
+    let has = |part: &str| checkpoint.tensors.get(&format!("{}.{part}", rule.source));
+    let block = || has("weight").is_some_and(|raw| matches!(raw.dtype, Dtype::Block(_)));
+    matches!(rule.kind, RuleKind::Linear { .. }) && (has("qweight").is_some() || block())
+}
+
+/// A format: takes the tensors of a module if they are its own.
+type Format<'a, 'b> = fn(&mut Module<'a, 'b>) -> Result<Option<Taken<'a>>, ConvertError>;
+
+impl<'a, 'b> Module<'a, 'b> {
+    /// Every format, in the order in which they are asked.
+    const FORMATS: [Format<'a, 'b>; 3] = [Module::packed, Module::blocks, Module::floats];
+
+    /// The tensor of the output.
+    pub fn take(mut self) -> Result<Job<'a>, ConvertError> {
+        for format in Self::FORMATS {
+            if let Some((data, origin, method)) = format(&mut self)? {
+                let dims = self.dims().iter().map(|&d| d as u64).collect();
+                return Ok(Job { target: self.rule.target.clone(), origin, dims, data, method });
+            }
+        }
+        Err(ConvertError::Missing {
+            origin: self.checkpoint.name.clone(),
+            tensor: self.name("weight"),
+            what: format!("{} {:?}", self.rule.target, self.dims()),
+        })
+    }
+
+    fn dims(&self) -> Vec<usize> {
+        match self.rule.kind {
+            RuleKind::Linear { n, k } | RuleKind::Embedding { n, k } | RuleKind::Head { n, k } => vec![n, k],
+            RuleKind::Vector { n } => vec![n],
+        }
+    }
+
+    /// Name of a tensor of the module.
+    fn name(&self, part: &str) -> String {
+        format!("{}.{part}", self.rule.source)
+    }
+
+    /// A tensor of the module, if it is there.
+    fn get(&self, part: &str) -> Option<&RawTensor<'a>> {
+        self.checkpoint.tensors.get(&self.name(part))
+    }
+
+    /// Says that these tensors of the module have their place.
+    fn uses(&mut self, parts: &[&str]) {
+        self.used.extend(parts.iter().map(|part| format!("{}.{part}", self.rule.source)));
+    }
+
+    /// GPTQ and AWQ: codes in `qweight`.
+    fn packed(&mut self) -> Result<Option<Taken<'a>>, ConvertError> {
+        let (Some(raw), &[n, k]) = (self.get("qweight"), &self.dims()[..]) else { return Ok(None) };
+        let (packed, hint) = (self.name("qweight"), self.hint);
+        if self.get("weight").is_some() {
+            return Err(ConvertError::tensor(&packed, "form", "packed codes or a float weight", "both"));
+        }
+        let by_shape = if raw.shape.first() == Some(&(k as u64)) { Method::Awq } else { Method::Gptq };
+        if let Some(said) = hint.method.filter(|&m| m != by_shape) {
+            let expected = format!("{}, as {} says", said.name(), hint.file);
+            let got = format!("{:?} like {}", raw.shape, by_shape.name());
+            return Err(ConvertError::tensor(&packed, "layout", expected, got));
+        }
+        let source = &self.rule.source;
+        let data = match by_shape {
+            Method::Gptq => Data::Gptq(Gptq::new(self.checkpoint, source, n, k, hint)?),
+            Method::Awq => Data::Codes(Box::new(Awq::new(self.checkpoint, source, n, k, hint)?)),
+        };
+        self.uses(&["qweight", "qzeros", "scales", "g_idx"]);
+        Ok(Some((data, self.rule.source.clone(), Some(by_shape.name()))))
+    }
+
+    /// GGUF's block types.
+    fn blocks(&mut self) -> Result<Option<Taken<'a>>, ConvertError> {
+        let (Some(raw), &[n, k]) = (self.get("weight"), &self.dims()[..]) else { return Ok(None) };
+        let Dtype::Block(block) = raw.dtype else { return Ok(None) };
+        let name = self.name("weight");
+        if raw.shape != [n as u64, k as u64] {
+            return Err(ConvertError::tensor(&name, "shape", format!("[{n}, {k}]"), format!("{:?}", raw.shape)));
+        }
+        let data = Data::Codes(Box::new(Blocks::new(&name, raw, block, n, k)?));
+        self.uses(&["weight"]);
+        Ok(Some((data, name, None)))
+    }
+
+    /// Floats, kept or quantized by us.
+    fn floats(&mut self) -> Result<Option<Taken<'a>>, ConvertError> {
+        let Some(raw) = self.get("weight") else { return Ok(None) };
+        let (name, quant) = (self.name("weight"), self.choice.of(self.rule.kind));
+        let data = float(Floats::new(&name, raw, &self.dims())?, quant, self.choice.group);
+        self.uses(&["weight"]);
+        Ok(Some((data, name, None)))
+    }
+}
+
+/// One decision for all GPTQ tensors of a model; see [`gptq::convention`].
+pub(super) fn settle_zeros(jobs: &mut [Job], hint: &Hint) -> Result<(), ConvertError> {
+    let patterns: Vec<(String, gptq::Pattern)> = jobs
+        .iter()
+        .filter_map(|j| match &j.data {
+            Data::Gptq(t) => Some((j.origin.clone(), t.pattern())),
+            _ => None,
+        })
+        .collect();
+    let named: Vec<_> = patterns.iter().map(|(name, p)| (name.as_str(), *p)).collect();
+    let convention = gptq::convention(&named, hint)?;
+    let mut patterns = patterns.iter();
+    for job in jobs {
+        if let Data::Gptq(t) = &mut job.data {
+            let (name, pattern) = patterns.next().expect("one pattern per GPTQ tensor");
+            t.set_convention(name, convention, *pattern)?;
+        }
+    }
+    Ok(())
+}
