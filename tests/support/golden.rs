@@ -39,7 +39,7 @@ impl Golden {
                     let cols = raw.shape.last().map_or(1, |&cols| cols as usize);
                     floats.insert(name, Floats { cols, data });
                 }
-                Dtype::Other("I64", _) => {
+                Dtype::I64 => {
                     let id = |b: &[u8]| u32::try_from(i64::from_le_bytes(b.try_into().unwrap())).unwrap();
                     ids.insert(name, raw.bytes.chunks_exact(8).map(id).collect());
                 }

@@ -151,10 +151,8 @@ fn place<'a>(
 fn bytes_of(dtype: Dtype, shape: &[u64]) -> Option<u64> {
     let elements = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))?;
     match dtype {
-        Dtype::Float(t) => elements.checked_mul(t.size() as u64),
         Dtype::Block(b) => (shape.last()? % 32 == 0).then_some(elements / 32)?.checked_mul(b.bytes() as u64),
-        Dtype::I32 => elements.checked_mul(4),
-        Dtype::Other(_, bits) => elements.checked_mul(bits / 8),
+        other => elements.checked_mul(other.bits()? / 8),
     }
 }
 

@@ -26,6 +26,16 @@ pub enum Dtype {
     Float(FloatType),
     /// 32-bit words: packed integers.
     I32,
+    /// 64-bit integers: a shape.
+    I64,
+    /// Signed bytes: codes.
+    I8,
+    /// Bytes: two codes each, or exponents.
+    U8,
+    /// 8-bit floats: 4 bits of exponent, 3 of mantissa, no infinities.
+    E4M3,
+    /// Powers of two by their biased exponent.
+    E8M0,
     /// A GGUF block type.
     Block(Block),
     /// A type that is read past but not imported: name and bits of an element.
@@ -56,11 +66,28 @@ impl Block {
 }
 
 impl Dtype {
+    /// Bits of an element; `None` for blocks.
+    pub fn bits(self) -> Option<u64> {
+        Some(match self {
+            Dtype::Float(t) => 8 * t.size() as u64,
+            Dtype::I32 => 32,
+            Dtype::I64 => 64,
+            Dtype::I8 | Dtype::U8 | Dtype::E4M3 | Dtype::E8M0 => 8,
+            Dtype::Other(_, bits) => bits,
+            Dtype::Block(_) => return None,
+        })
+    }
+
     /// Name for messages.
     pub fn name(self) -> &'static str {
         match self {
             Dtype::Float(t) => t.name(),
             Dtype::I32 => "i32",
+            Dtype::I64 => "i64",
+            Dtype::I8 => "i8",
+            Dtype::U8 => "u8",
+            Dtype::E4M3 => "F8_E4M3",
+            Dtype::E8M0 => "F8_E8M0",
             Dtype::Block(Block::Q4_0) => "Q4_0",
             Dtype::Block(Block::Q4_1) => "Q4_1",
             Dtype::Block(Block::Q8_0) => "Q8_0",

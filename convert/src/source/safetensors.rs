@@ -64,12 +64,7 @@ pub fn parse(bytes: &[u8]) -> Result<BTreeMap<String, RawTensor<'_>>, Malformed>
 
 /// Bytes of a tensor; `None` on overflow or a fraction of a byte.
 fn bytes_of(dtype: Dtype, shape: &[u64]) -> Option<u64> {
-    let bits = match dtype {
-        Dtype::Float(t) => 8 * t.size() as u64,
-        Dtype::I32 => 32,
-        Dtype::Other(_, bits) => bits,
-        Dtype::Block(_) => return None,
-    };
+    let bits = dtype.bits()?;
     let elements = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))?;
     let bits = elements.checked_mul(bits)?;
     (bits % 8 == 0).then_some(bits / 8)
@@ -77,16 +72,20 @@ fn bytes_of(dtype: Dtype, shape: &[u64]) -> Option<u64> {
 
 fn dtype(name: &str) -> Option<Dtype> {
     #[rustfmt::skip]
-    const OTHER: [(&str, u64); 18] = [
-        ("F64", 64), ("I64", 64), ("U64", 64), ("U32", 32), ("I16", 16), ("U16", 16), ("I8", 8), ("U8", 8), ("BOOL", 8),
-        ("F8_E4M3", 8), ("F8_E5M2", 8), ("F8_E8M0", 8), ("F8_E4M3FNUZ", 8), ("F8_E5M2FNUZ", 8),
-        ("C64", 64), ("F6_E2M3", 6), ("F6_E3M2", 6), ("F4", 4),
+    const OTHER: [(&str, u64); 13] = [
+        ("F64", 64), ("U64", 64), ("U32", 32), ("I16", 16), ("U16", 16), ("BOOL", 8),
+        ("F8_E5M2", 8), ("F8_E4M3FNUZ", 8), ("F8_E5M2FNUZ", 8), ("C64", 64), ("F6_E2M3", 6), ("F6_E3M2", 6), ("F4", 4),
     ];
     Some(match name {
         "F32" => Dtype::Float(FloatType::F32),
         "F16" => Dtype::Float(FloatType::F16),
         "BF16" => Dtype::Float(FloatType::BF16),
         "I32" => Dtype::I32,
+        "I64" => Dtype::I64,
+        "I8" => Dtype::I8,
+        "U8" => Dtype::U8,
+        "F8_E4M3" => Dtype::E4M3,
+        "F8_E8M0" => Dtype::E8M0,
         _ => OTHER.iter().find(|o| o.0 == name).map(|o| Dtype::Other(o.0, o.1))?,
     })
 }

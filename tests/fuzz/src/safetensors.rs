@@ -10,7 +10,7 @@
 use std::fmt::Write;
 
 use arbitrary::{Arbitrary, Unstructured};
-use quern_convert::source::{Dtype, safetensors::parse};
+use quern_convert::source::safetensors::parse;
 
 use crate::{LONGEST, cut, extended, memory::bounded};
 
@@ -28,12 +28,7 @@ pub fn run(input: &[u8]) {
                 for t in tensors.values() {
                     let range = t.bytes.as_ptr_range();
                     assert!(range.start >= base.start && range.end <= base.end);
-                    let bits = match t.dtype {
-                        Dtype::Float(f) => 8 * f.size() as u64,
-                        Dtype::I32 => 32,
-                        Dtype::Other(_, bits) => bits,
-                        Dtype::Block(_) => unreachable!("safetensors has no blocks"),
-                    };
+                    let bits = t.dtype.bits().expect("safetensors has no blocks");
                     assert_eq!(t.shape.iter().product::<u64>() * bits, 8 * t.bytes.len() as u64);
                 }
             }
