@@ -17,6 +17,11 @@ use quern_models::{
 
 /// A small random model; `linear` is the scheme of its matrices.
 fn model(name: &str, linear: Scheme, embed: Scheme, tied: bool) -> Arc<ModelFile> {
+    made(name, linear, embed, plain(tied))
+}
+
+/// RMS norms, rope, grouped heads, a gated MLP.
+fn plain(tied: bool) -> ModelSpec {
     let norm = Norm::Rms { eps: 1e-5 };
     let layer = Layer {
         attn_norm: norm.clone(),
@@ -36,7 +41,7 @@ fn model(name: &str, linear: Scheme, embed: Scheme, tied: bool) -> Arc<ModelFile
         mlp_norm: norm.clone(),
         mlp: Mlp::Gated { inner: 200, act: Act::Silu, bias: false, mlp_order: false },
     };
-    let spec = ModelSpec {
+    ModelSpec {
         family: "llama".into(),
         vocab: 130,
         hidden: 72,
@@ -46,9 +51,68 @@ fn model(name: &str, linear: Scheme, embed: Scheme, tied: bool) -> Arc<ModelFile
         tied_head: tied,
         head_order: false,
         positions: None,
+    }
+}
+
+/// Every mechanism that a spec can have: biases, orders, layer norms, windows, learned positions, norms of heads,
+/// layers with and without rope, both kinds of MLP, every activation.
+fn everything() -> ModelSpec {
+    let mut spec = plain(false);
+    (spec.positions, spec.head_order, spec.norm) = (Some(2048), true, Norm::Layer { eps: 1e-5 });
+    let [rms, layer_norm] = [Norm::Rms { eps: 1e-5 }, Norm::Layer { eps: 1e-3 }];
+    let yarn = RopeScaling::Yarn {
+        factor: 4.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        original_context: 64,
+        attention_factor: 1.25,
+        truncate: true,
     };
+    let attn = |rope: Option<RopeScaling>, window, qk_norm: Option<Norm>, bias, order| Attn::Gqa {
+        heads: 6,
+        kv_heads: 2,
+        head_dim: 16,
+        scale: 0.25,
+        rope: rope.map(|scaling| Rope { theta: 10000.0, scaling }),
+        window,
+        qk_norm,
+        qkv_bias: bias,
+        o_bias: bias,
+        attn_order: order,
+        o_order: order,
+    };
+    let gated = |act, bias, mlp_order| Mlp::Gated { inner: 200, act, bias, mlp_order };
+    let free = |act, bias, mlp_order| Mlp::Plain { inner: 136, act, bias, mlp_order };
+    let layer = |attn_norm: &Norm, attn, mlp_norm: &Norm, mlp| Layer {
+        attn_norm: attn_norm.clone(),
+        attn,
+        mlp_norm: mlp_norm.clone(),
+        mlp,
+    };
+    spec.layers = vec![
+        layer(
+            &layer_norm,
+            attn(Some(yarn), Some(9), Some(rms.clone()), true, true),
+            &rms,
+            gated(Act::GeluTanh, true, true),
+        ),
+        layer(&rms, attn(None, Some(40), None, true, false), &layer_norm, free(Act::Gelu, true, false)),
+        layer(
+            &rms,
+            attn(Some(RopeScaling::None), None, Some(rms.clone()), false, true),
+            &rms,
+            free(Act::GeluTanh, false, true),
+        ),
+        layer(&layer_norm, attn(None, None, None, false, false), &rms, gated(Act::Gelu, false, false)),
+    ];
+    spec
+}
+
+fn made(name: &str, linear: Scheme, embed: Scheme, spec: ModelSpec) -> Arc<ModelFile> {
     let scheme = |t: &quern_models::spec::Needed| match (t.dims.len(), t.name.as_str()) {
+        (1, _) if t.order => Scheme::Order,
         (1, _) => Scheme::Float(FloatType::F32),
+        (_, "positions") => Scheme::Float(FloatType::F16),
         (_, "embed" | "head") => embed,
         _ => linear,
     };
@@ -76,9 +140,16 @@ fn model(name: &str, linear: Scheme, embed: Scheme, tied: bool) -> Arc<ModelFile
         let mut bytes = vec![];
         let size = 3.0 / (k as f32).sqrt();
         match plan.scheme {
-            Scheme::Nested { .. } | Scheme::Mini { .. } | Scheme::Order => panic!("{}", plan.scheme),
+            Scheme::Nested { .. } | Scheme::Mini { .. } => panic!("{}", plan.scheme),
+            Scheme::Order => {
+                let mut order: Vec<u32> = (0..k as u32).collect();
+                (1..k as usize).for_each(|i| order.swap(i, ((random() + 0.5) * (i + 1) as f32) as usize));
+                order.iter().for_each(|j| bytes.extend(j.to_le_bytes()));
+            }
             Scheme::Float(t) => {
-                (0..n * k).for_each(|_| t.push(if n == 1 { 1.0 + random() } else { random() * size }, &mut bytes))
+                let mean = if n == 1 && !plan.name.ends_with("_bias") { 1.0 } else { 0.0 };
+                let size = if n == 1 { 1.0 } else { size };
+                (0..n * k).for_each(|_| t.push(mean + random() * size, &mut bytes))
             }
             Scheme::Int { bits, zero, scale, .. } => {
                 let grid = if bits == 4 { 8.0 } else { 128.0 };
@@ -187,16 +258,49 @@ fn exact_mode_equals_the_oracle() {
     }
 }
 
+/// Fixtures of the families show that the oracle is right about each mechanism; here they all meet.
+#[test]
+fn every_mechanism_equals_the_oracle() {
+    let tokens = tokens(53);
+    let f32s = Scheme::Float(FloatType::F32);
+    for (name, linear, embed) in [("all-f32", f32s, f32s), ("all-int4", int(4, 32, ZeroKind::Code), f32s)] {
+        let file = made(name, linear, embed, everything());
+        let want = reference::forward::logits(&file, &tokens);
+        let exact = run(&mut executor(&file, Mode::F32, KvType::F32, 2), &tokens, &[53], 0);
+        let d = deviation(&exact, &want);
+        assert!(d < 3e-6, "{name}: exact mode is {d:.1e} of the range away");
+        let default = run(&mut executor(&file, Mode::Int8, KvType::F16, 2), &tokens, &[53], 0);
+        let d = deviation(&default, &want);
+        assert!(d < 0.03, "{name}: default mode is {d:.1e} of the range away");
+    }
+}
+
+#[test]
+fn a_position_beyond_the_table_is_refused() {
+    let mut spec = everything();
+    (spec.max_context, spec.positions) = (16, Some(16));
+    let file = made("positions", Scheme::Float(FloatType::F16), Scheme::Float(FloatType::F16), spec);
+    let mut executor = executor(&file, Mode::F32, KvType::F32, 1);
+    let mut submit = |start| {
+        let chunk = Chunk { tokens: &[1], start, blocks: &[0, 1], output: Output::None };
+        executor.submit(&Plan { chunks: vec![chunk] }).map_err(|e| e.to_string())
+    };
+    submit(15).unwrap();
+    assert!(submit(16).unwrap_err().contains("position: expected below 16, got 16"));
+}
+
 /// Alone, chunked, in a batch, on another number of threads: the same bits.
 #[test]
 fn logits_do_not_depend_on_the_company() {
     let tokens = tokens(150);
-    for (name, scheme) in [
-        ("inv4", int(4, 64, ZeroKind::Mid)),
-        ("inv8", int(8, 32, ZeroKind::Code)),
-        ("invf", Scheme::Float(FloatType::F16)),
+    for (name, scheme, spec) in [
+        ("inv4", int(4, 64, ZeroKind::Mid), plain(true)),
+        ("inv8", int(8, 32, ZeroKind::Code), plain(true)),
+        ("invf", Scheme::Float(FloatType::F16), plain(true)),
+        ("inv4-all", int(4, 32, ZeroKind::Code), everything()),
+        ("invf-all", Scheme::Float(FloatType::BF16), everything()),
     ] {
-        let file = model(name, scheme, int(8, 32, ZeroKind::Mid), true);
+        let file = made(name, scheme, int(8, 32, ZeroKind::Mid), spec);
         for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::F32)] {
             let want = run(&mut executor(&file, mode, kv, 1), &tokens, &[1], 0);
             assert!(want.iter().all(|x| x.is_finite()));

@@ -1,8 +1,10 @@
 //! Row operations: against f64, and bit for bit between instruction sets, at odd lengths.
 
+use quern_kernels::cpu::act::{act, act_mul};
 use quern_kernels::cpu::lanes::Simd;
 use quern_kernels::cpu::ops::*;
 use quern_kernels::reference::ops as oracle;
+use quern_models::spec::Act;
 
 const LENGTHS: [usize; 14] = [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 576, 1001, 4096];
 
@@ -92,31 +94,77 @@ fn rope_is_right() {
 }
 
 #[test]
-fn silu_mul_is_right() {
+fn layer_norm_is_right() {
     for n in LENGTHS {
-        let gate: Vec<f32> = floats(n, n as u64).iter().map(|x| x * 20.0).collect();
-        let up = floats(n, 3);
+        let (x, w, b) = (floats(n, n as u64), floats(n, 77), floats(n, 78));
         let got = same_everywhere(|simd| {
             let mut out = vec![f32::NAN; n];
-            silu_mul(simd, &gate, &up, &mut out);
+            layer_norm(simd, &x, &w, &b, 1e-5, &mut out);
             out
         });
-        let want: Vec<f64> = gate.iter().zip(&up).map(|(&g, &u)| oracle::silu_mul(g, u)).collect();
-        close(&got, &want, 5e-7);
+        for (i, (&got, want)) in got.iter().zip(oracle::layer_norm(&x, &w, &b, 1e-5)).enumerate() {
+            // Of one or two elements nothing but rounding is left, which the root of eps makes large.
+            let bound = if n < 3 { 1e-3 } else { 6e-6 };
+            assert!((got as f64 - want).abs() < bound, "{n}, element {i}: {got}, expected {want}");
+        }
     }
 }
 
 #[test]
-fn silu_mul_at_the_ends() {
-    let gate = [0.0, -0.0, 1000.0, -1000.0, 88.5, -88.5, f32::INFINITY, f32::NAN, 1e-30];
+fn layer_norm_of_a_constant_is_its_bias() {
     let got = same_everywhere(|simd| {
-        let mut out = vec![0.0; gate.len()];
-        silu_mul(simd, &gate, &[1.0; 9], &mut out);
+        let mut out = vec![f32::NAN; 13];
+        layer_norm(simd, &[0.5; 13], &[3.0; 13], &floats(13, 4), 1e-5, &mut out);
         out
     });
-    assert_eq!(got[..3], [0.0, 0.0, 1000.0]);
-    assert!(got[3].abs() < 1e-30 && got[4] == 88.5 && got[5].abs() < 1e-30);
-    assert!(got[6] == f32::INFINITY && got[7].is_nan() && got[8] == 5e-31);
+    assert_eq!(got, floats(13, 4));
+}
+
+const ACTS: [Act; 3] = [Act::Silu, Act::Gelu, Act::GeluTanh];
+
+#[test]
+fn activations_are_right() {
+    for (n, kind) in LENGTHS.into_iter().flat_map(|n| ACTS.map(|a| (n, a))) {
+        let gate: Vec<f32> = floats(n, n as u64).iter().map(|x| x * 4.0).collect();
+        let up = floats(n, 3);
+        let got = same_everywhere(|simd| {
+            let mut out = vec![f32::NAN; n];
+            act_mul(simd, kind, &gate, &up, &mut out);
+            out
+        });
+        // An exponent of up to 87 is rounded to f32 before it is raised.
+        let relative = if kind == Act::Silu { 5e-7 } else { 4e-5 };
+        for ((&got, &g), &u) in got.iter().zip(&gate).zip(&up) {
+            let want = oracle::act(kind, g) * u as f64;
+            // e^-87 is the smallest that the kernels know.
+            assert!((got as f64 - want).abs() <= relative * want.abs() + 1e-36, "{kind:?} {g}: {got}, expected {want}");
+        }
+        let alone = same_everywhere(|simd| {
+            let mut out = vec![f32::NAN; n];
+            act(simd, kind, &gate, &mut out);
+            out
+        });
+        assert_eq!(bits(&got), bits(&alone.iter().zip(&up).map(|(a, u)| a * u).collect::<Vec<_>>()));
+        for (&got, &x) in alone.iter().zip(&gate) {
+            let apart = (got as f64 - oracle::act(kind, x)).abs();
+            assert!(apart <= 2.5e-7 * x.abs().max(1.0) as f64, "{kind:?} {x}: {got}, {apart:e} away");
+        }
+    }
+}
+
+#[test]
+fn activations_at_the_ends() {
+    let x = [0.0, -0.0, 1000.0, -1000.0, 88.5, -88.5, f32::INFINITY, f32::NAN, 1e-30];
+    for kind in ACTS {
+        let got = same_everywhere(|simd| {
+            let mut out = vec![0.0; x.len()];
+            act(simd, kind, &x, &mut out);
+            out
+        });
+        assert_eq!(got[..3], [0.0, 0.0, 1000.0], "{kind:?}");
+        assert!(got[3].abs() < 1e-30 && got[4] == 88.5 && got[5].abs() < 1e-30, "{kind:?}: {got:?}");
+        assert!(got[6] == f32::INFINITY && got[7].is_nan() && got[8] == 5e-31, "{kind:?}: {got:?}");
+    }
 }
 
 #[test]

@@ -140,7 +140,7 @@ pub(crate) const MAGIC: f32 = 12_582_912.0;
 /// # Safety
 /// The CPU can run `V`.
 #[inline(always)]
-unsafe fn polynomial<V: Lanes>(c: &[f32; 7], r: V) -> V {
+pub(crate) unsafe fn polynomial<V: Lanes>(c: &[f32], r: V) -> V {
     // SAFETY: the caller's promise.
     unsafe {
         let mut p = V::splat(c[0]);

@@ -1,5 +1,6 @@
 //! The CPU backend.
 
+pub mod act;
 pub mod acts;
 pub mod attend;
 #[cfg(target_arch = "x86_64")]

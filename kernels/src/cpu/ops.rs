@@ -1,12 +1,13 @@
-//! Elementwise and row operations on f32: norms, rotary embedding, activations, softmax, argmax.
+//! Row operations on f32: norms, rotary embedding, sums, softmax, argmax. (Activations: [`super::act`].)
 //!
 //! Each has one defined order of operations, the same for every instruction set: results are equal bit for bit.
 //! Nothing here is parallel; callers cut rows or columns between threads. Elementwise results do not depend on where
 //! a slice is cut.
 
 #[cfg(target_arch = "x86_64")]
-use super::lanes::Avx2;
-use super::lanes::{Kind, Lanes, Portable, Simd, exp, greatest, sum};
+pub(super) use super::lanes::Avx2;
+pub(super) use super::lanes::{Kind, Portable};
+use super::lanes::{Lanes, Simd, exp, greatest, sum};
 
 /// Runs an unsafe kernel `f::<V>` compiled for the instruction set of `$simd`.
 macro_rules! on {
@@ -26,6 +27,7 @@ macro_rules! on {
         }
     }};
 }
+pub(super) use on;
 
 /// `out = (x * r) * weight` with `r = 1 / sqrt(mean(x * x) + eps)`; all `[n]`.
 ///
@@ -33,6 +35,22 @@ macro_rules! on {
 pub fn rms_norm(simd: Simd, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     assert!(x.len() == weight.len() && x.len() == out.len(), "{} {} {}", x.len(), weight.len(), out.len());
     on!(simd, rms_norm_in(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]))
+}
+
+/// `out = ((x - mean) * r) * weight + bias` with `r = 1 / sqrt(mean((x - mean)^2) + eps)`, the last two operations
+/// rounded once; all `[n]`.
+///
+/// Both sums are taken like that of [`rms_norm`], the first by additions.
+pub fn layer_norm(simd: Simd, x: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) {
+    let n = x.len();
+    assert!(
+        weight.len() == n && bias.len() == n && out.len() == n,
+        "{n} {} {} {}",
+        weight.len(),
+        bias.len(),
+        out.len()
+    );
+    on!(simd, layer_norm_in(x: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]))
 }
 
 /// Rotates the first `2 * cos.len()` elements of every head of `x`, `[heads, head_dim]`, pairing `i` with
@@ -43,12 +61,6 @@ pub fn rope(simd: Simd, x: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]
     assert!(cos.len() == sin.len() && 2 * cos.len() <= head_dim, "{} of {head_dim}", cos.len());
     assert!(x.len().is_multiple_of(head_dim), "{} elements, heads of {head_dim}", x.len());
     on!(simd, rope_in(x: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]))
-}
-
-/// `out = silu(gate) * up`, all `[n]`; `silu(g) = g / (1 + e^-g)`.
-pub fn silu_mul(simd: Simd, gate: &[f32], up: &[f32], out: &mut [f32]) {
-    assert!(gate.len() == up.len() && up.len() == out.len(), "{} {} {}", gate.len(), up.len(), out.len());
-    on!(simd, silu_mul_in(gate: &[f32], up: &[f32], out: &mut [f32]))
 }
 
 /// `x += y`, both `[n]`.
@@ -95,6 +107,41 @@ unsafe fn rms_norm_in<V: Lanes>(x: &[f32], weight: &[f32], eps: f32, out: &mut [
 /// # Safety
 /// See [`rms_norm_in`].
 #[inline(always)]
+unsafe fn layer_norm_in<V: Lanes>(x: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let n = x.len() as f32;
+        let (body, tail) = x.as_chunks::<8>();
+        let mut p = V::splat(0.0);
+        for x in body {
+            p = p.add(V::load(x.as_ptr()));
+        }
+        let mean = V::splat(sum(p.add(V::load(pad(tail).as_ptr()))) / n);
+        let mut p = V::splat(0.0);
+        for x in body {
+            let d = V::load(x.as_ptr()).sub(mean);
+            p = d.fma(d, p);
+        }
+        let mut d = V::load(pad(tail).as_ptr()).sub(mean).to_array();
+        d[tail.len()..].fill(0.0);
+        let d_tail = V::load(d.as_ptr());
+        p = d_tail.fma(d_tail, p);
+        let r = V::splat(1.0 / (sum(p) / n + eps).sqrt());
+        let (w_body, w_tail) = weight.as_chunks::<8>();
+        let (b_body, b_tail) = bias.as_chunks::<8>();
+        let (out_body, out_tail) = out.as_chunks_mut::<8>();
+        for (((x, w), b), out) in body.iter().zip(w_body).zip(b_body).zip(out_body) {
+            let normed = V::load(x.as_ptr()).sub(mean).mul(r);
+            normed.fma(V::load(w.as_ptr()), V::load(b.as_ptr())).store(out.as_mut_ptr());
+        }
+        let last = d_tail.mul(r).fma(V::load(pad(w_tail).as_ptr()), V::load(pad(b_tail).as_ptr()));
+        out_tail.copy_from_slice(&last.to_array()[..tail.len()]);
+    }
+}
+
+/// # Safety
+/// See [`rms_norm_in`].
+#[inline(always)]
 unsafe fn rope_in<V: Lanes>(x: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]) {
     let half = cos.len();
     for head in x.chunks_exact_mut(head_dim) {
@@ -111,29 +158,6 @@ unsafe fn rope_in<V: Lanes>(x: &mut [f32], head_dim: usize, cos: &[f32], sin: &[
             }
         }
     }
-}
-
-/// # Safety
-/// See [`rms_norm_in`].
-#[inline(always)]
-unsafe fn silu_mul_in<V: Lanes>(gate: &[f32], up: &[f32], out: &mut [f32]) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let ((g, g_tail), (u, u_tail)) = (gate.as_chunks::<8>(), up.as_chunks::<8>());
-        let (out, out_tail) = out.as_chunks_mut::<8>();
-        for ((g, u), out) in g.iter().zip(u).zip(out) {
-            silu_mul_lanes(V::load(g.as_ptr()), V::load(u.as_ptr())).store(out.as_mut_ptr());
-        }
-        let last = silu_mul_lanes(V::load(pad(g_tail).as_ptr()), V::load(pad(u_tail).as_ptr()));
-        out_tail.copy_from_slice(&last.to_array()[..g_tail.len()]);
-    }
-}
-
-#[inline(always)]
-fn silu_mul_lanes<V: Lanes>(g: V, u: V) -> V {
-    // SAFETY: `g` exists, so the CPU can run V.
-    let (zero, one) = unsafe { (V::splat(0.0), V::splat(1.0)) };
-    g.div(one.add(exp(zero.sub(g)))).mul(u)
 }
 
 /// # Safety
@@ -210,7 +234,7 @@ unsafe fn argmax_in<V: Lanes>(x: &[f32]) -> usize {
 
 /// Up to 8 elements and zeros behind them.
 #[inline(always)]
-fn pad(tail: &[f32]) -> [f32; 8] {
+pub(super) fn pad(tail: &[f32]) -> [f32; 8] {
     let mut a = [0.0; 8];
     a[..tail.len()].copy_from_slice(tail);
     a

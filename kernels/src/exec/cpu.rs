@@ -64,7 +64,7 @@ impl CpuExecutor {
     }
 
     fn check(&self, plan: &Plan) -> Result<(), ExecError> {
-        let vocab = self.forward.spec().vocab;
+        let (vocab, positions) = (self.forward.spec().vocab, self.forward.spec().positions);
         for (chunk, c) in plan.chunks.iter().enumerate() {
             let bad = |what, expected: String, got: String| Err(ExecError::Plan { chunk, what, expected, got });
             if c.tokens.is_empty() {
@@ -72,6 +72,9 @@ impl CpuExecutor {
             }
             if let Some(t) = c.tokens.iter().find(|&&t| t as usize >= vocab) {
                 return bad("token", format!("below {vocab}"), t.to_string());
+            }
+            if let Some(rows) = positions.filter(|&rows| c.start + c.tokens.len() > rows) {
+                return bad("position", format!("below {rows}"), (c.start + c.tokens.len() - 1).to_string());
             }
             let needed = (c.start + c.tokens.len()).div_ceil(BLOCK);
             if c.blocks.len() < needed {

@@ -6,86 +6,170 @@
 
 use quern_models::{
     ModelFile, TensorView,
-    spec::{Attn, Norm},
+    spec::{Attn, Layer, Mlp, Norm},
 };
+
+use super::ops::{act, layer_norm, rms_norm};
+
+/// Rows of activations.
+type Rows = Vec<Vec<f32>>;
 
 /// Logits `[tokens.len()][vocab]` after each token.
 pub fn logits(file: &ModelFile, tokens: &[u32]) -> Vec<f32> {
     let spec = file.spec();
-    let tensor = |name: &str| file.tensor(name).expect("ModelFile::open checked every tensor of the spec");
-    let embed = tensor("embed");
+    let all = Tensors { file, at: String::new() };
+    let embed = all.get("embed");
     let row = |&t: &u32| (0..spec.hidden).map(|i| embed.at(t as usize, i)).collect::<Vec<f32>>();
-    let mut x: Vec<Vec<f32>> = tokens.iter().map(row).collect();
-    for (i, layer) in spec.layers.iter().enumerate() {
-        let at = |name: &str| tensor(&format!("layers.{i}.{name}"));
-        let normed = norm(&x, &at("attn_norm"), &layer.attn_norm);
-        let (q, k, v) = (linear(&at("q"), &normed), linear(&at("k"), &normed), linear(&at("v"), &normed));
-        add(&mut x, &linear(&at("o"), &attention(&layer.attn, q, k, &v)));
-        let normed = norm(&x, &at("mlp_norm"), &layer.mlp_norm);
-        let (gate, up) = (linear(&at("gate"), &normed), linear(&at("up"), &normed));
-        let silu = |g: f32| g as f64 / (1.0 + (-g as f64).exp());
-        let product =
-            |(g, u): (&Vec<f32>, &Vec<f32>)| g.iter().zip(u).map(|(&g, &u)| (silu(g) * u as f64) as f32).collect();
-        add(&mut x, &linear(&at("down"), &gate.iter().zip(&up).map(product).collect::<Vec<Vec<f32>>>()));
+    let mut x: Rows = tokens.iter().map(row).collect();
+    if spec.positions.is_some() {
+        let table = all.get("positions");
+        for (p, row) in x.iter_mut().enumerate() {
+            row.iter_mut().enumerate().for_each(|(i, x)| *x += table.at(p, i));
+        }
     }
-    let head = if spec.tied_head { embed } else { tensor("head") };
-    linear(&head, &norm(&x, &tensor("norm"), &spec.norm)).concat()
+    for (i, layer) in spec.layers.iter().enumerate() {
+        let tensors = Tensors { file, at: format!("layers.{i}.") };
+        let attended = attention(&tensors, layer, &x);
+        add(&mut x, &attended);
+        let fed = feed_forward(&tensors, layer, &x);
+        add(&mut x, &fed);
+    }
+    let head = if spec.tied_head { embed } else { all.get("head") };
+    let normed = all.norm("norm", &spec.norm, &x);
+    linear(&head, None, &all.ordered("head_order", spec.head_order, normed)).concat()
 }
 
-/// `[rows][n]` = `[rows][k]` times the weight's rows.
-fn linear(w: &TensorView, x: &[Vec<f32>]) -> Vec<Vec<f32>> {
+/// Tensors whose names begin alike.
+struct Tensors<'a> {
+    file: &'a ModelFile,
+    at: String,
+}
+
+impl<'a> Tensors<'a> {
+    fn get(&self, name: &str) -> TensorView<'a> {
+        let name = format!("{}{name}", self.at);
+        self.file.tensor(&name).expect("ModelFile::open checked every tensor of the spec")
+    }
+
+    fn vector(&self, name: &str) -> Vec<f32> {
+        let view = self.get(name);
+        (0..view.k).map(|i| view.at(0, i)).collect()
+    }
+
+    /// A linear layer `name`, with `name_bias` if `biased`.
+    fn linear(&self, name: &str, biased: bool, x: &Rows) -> Rows {
+        let bias = biased.then(|| self.vector(&format!("{name}_bias")));
+        linear(&self.get(name), bias.as_deref(), x)
+    }
+
+    fn norm(&self, name: &str, norm: &Norm, x: &Rows) -> Rows {
+        let weight = self.vector(name);
+        let bias = if norm.biased() { self.vector(&format!("{name}_bias")) } else { vec![] };
+        let one = |row: &Vec<f32>| match *norm {
+            Norm::Rms { eps } => rms_norm(row, &weight, eps),
+            Norm::Layer { eps } => layer_norm(row, &weight, &bias, eps),
+        };
+        x.iter().map(|row| one(row).iter().map(|&y| y as f32).collect()).collect()
+    }
+
+    /// Column `j` of the result is column `order[j]` of `x`, if there is an order.
+    fn ordered(&self, name: &str, there: bool, x: Rows) -> Rows {
+        if !there {
+            return x;
+        }
+        let order = self.get(name);
+        x.iter().map(|row| (0..row.len()).map(|j| row[order.order(j) as usize]).collect()).collect()
+    }
+}
+
+/// `[rows][n]` = `[rows][k]` times the weight's rows, plus the bias.
+fn linear(w: &TensorView, bias: Option<&[f32]>, x: &Rows) -> Rows {
     let mut out = vec![vec![0.0; w.n]; x.len()];
     for n in 0..w.n {
         let weights: Vec<f32> = (0..w.k).map(|k| w.at(n, k)).collect();
+        let bias = bias.map_or(0.0, |b| b[n] as f64);
         for (row, out) in x.iter().zip(&mut out) {
-            out[n] = row.iter().zip(&weights).map(|(&a, &b)| a as f64 * b as f64).sum::<f64>() as f32;
+            let dot = row.iter().zip(&weights).map(|(&a, &b)| a as f64 * b as f64).sum::<f64>();
+            out[n] = (dot + bias) as f32;
         }
     }
     out
 }
 
-fn norm(x: &[Vec<f32>], weight: &TensorView, norm: &Norm) -> Vec<Vec<f32>> {
-    let eps = norm.eps();
-    let one = |row: &Vec<f32>| {
-        let mean = row.iter().map(|&v| v as f64 * v as f64).sum::<f64>() / row.len() as f64;
-        let r = 1.0 / (mean + eps as f64).sqrt();
-        row.iter().enumerate().map(|(i, &v)| (v as f64 * r * weight.at(0, i) as f64) as f32).collect()
-    };
-    x.iter().map(one).collect()
-}
-
-fn add(x: &mut [Vec<f32>], y: &[Vec<f32>]) {
+fn add(x: &mut Rows, y: &Rows) {
     for (x, y) in x.iter_mut().flatten().zip(y.iter().flatten()) {
         *x += y;
     }
 }
 
-fn attention(attn: &Attn, mut q: Vec<Vec<f32>>, mut k: Vec<Vec<f32>>, v: &[Vec<f32>]) -> Vec<Vec<f32>> {
-    let Attn::Gqa { heads, kv_heads, head_dim: d, scale, ref rope, .. } = *attn;
-    let freq = rope.as_ref().map_or(vec![0.0; d / 2], |r| r.inv_freq(d));
-    for (position, row) in q.iter_mut().chain(&mut k).enumerate() {
-        let position = position % v.len();
+fn feed_forward(tensors: &Tensors, layer: &Layer, x: &Rows) -> Rows {
+    let (gated, kind, bias, order) = match layer.mlp {
+        Mlp::Gated { act, bias, mlp_order, .. } => (true, act, bias, mlp_order),
+        Mlp::Plain { act, bias, mlp_order, .. } => (false, act, bias, mlp_order),
+    };
+    let normed = tensors.ordered("mlp_order", order, tensors.norm("mlp_norm", &layer.mlp_norm, x));
+    let mut inner = tensors.linear("up", bias, &normed);
+    if gated {
+        let gate = tensors.linear("gate", bias, &normed);
+        for (up, gate) in inner.iter_mut().flatten().zip(gate.iter().flatten()) {
+            *up = (act(kind, *gate) * *up as f64) as f32;
+        }
+    } else {
+        inner.iter_mut().flatten().for_each(|up| *up = act(kind, *up) as f32);
+    }
+    tensors.linear("down", bias, &inner)
+}
+
+fn attention(tensors: &Tensors, layer: &Layer, x: &Rows) -> Rows {
+    let Attn::Gqa { ref qk_norm, qkv_bias, o_bias, attn_order, o_order, head_dim, .. } = layer.attn;
+    let normed = tensors.ordered("attn_order", attn_order, tensors.norm("attn_norm", &layer.attn_norm, x));
+    let [mut q, mut k, v] = ["q", "k", "v"].map(|name| tensors.linear(name, qkv_bias, &normed));
+    if let Some(norm) = qk_norm {
+        for (rows, name) in [(&mut q, "q_norm"), (&mut k, "k_norm")] {
+            for row in rows {
+                let heads: Rows = row.chunks(head_dim).map(<[f32]>::to_vec).collect();
+                *row = tensors.norm(name, norm, &heads).concat();
+            }
+        }
+    }
+    rope(&layer.attn, &mut q);
+    rope(&layer.attn, &mut k);
+    tensors.linear("o", o_bias, &tensors.ordered("o_order", o_order, attend(&layer.attn, &q, &k, &v)))
+}
+
+/// Turns every head of the row at position `p` by `p` times the rope's frequencies.
+fn rope(attn: &Attn, x: &mut Rows) {
+    let Attn::Gqa { head_dim: d, rope: Some(ref rope), .. } = *attn else { return };
+    let freq = rope.inv_freq(d);
+    let factor = rope.attention_factor() as f64;
+    for (position, row) in x.iter_mut().enumerate() {
         for head in row.chunks_exact_mut(d) {
             for (i, f) in freq.iter().enumerate() {
                 let (sin, cos) = ((position as f32 * f) as f64).sin_cos();
+                let (sin, cos) = (sin * factor, cos * factor);
                 let (a, b) = (head[i] as f64, head[i + d / 2] as f64);
                 head[i] = (a * cos - b * sin) as f32;
                 head[i + d / 2] = (b * cos + a * sin) as f32;
             }
         }
     }
+}
+
+fn attend(attn: &Attn, q: &Rows, k: &Rows, v: &Rows) -> Rows {
+    let Attn::Gqa { heads, kv_heads, head_dim: d, scale, window, .. } = *attn;
     let mut out = vec![vec![0.0; heads * d]; v.len()];
     for (t, out) in out.iter_mut().enumerate() {
+        let first = window.map_or(0, |w| (t + 1).saturating_sub(w));
         for h in 0..heads {
             let kv = h / (heads / kv_heads) * d;
             let dot =
                 |s: usize| (0..d).map(|i| q[t][h * d + i] as f64 * k[s][kv + i] as f64).sum::<f64>() * scale as f64;
-            let scores: Vec<f64> = (0..=t).map(dot).collect();
+            let scores: Vec<f64> = (first..=t).map(dot).collect();
             let max = scores.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
             let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
             let sum: f64 = weights.iter().sum();
             for i in 0..d {
-                let value: f64 = weights.iter().enumerate().map(|(s, w)| w * v[s][kv + i] as f64).sum();
+                let value: f64 = weights.iter().zip(first..).map(|(w, s)| w * v[s][kv + i] as f64).sum();
                 out[h * d + i] = (value / sum) as f32;
             }
         }

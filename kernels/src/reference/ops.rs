@@ -3,6 +3,8 @@
 //! For bits there is another oracle: the portable instantiation of the kernels ([`crate::cpu::lanes`]), which fixes
 //! every operation and its order.
 
+use quern_models::spec::Act;
+
 use crate::cpu::attend::{Chunk, Params};
 use crate::cpu::kv::{BLOCK, KvMemory};
 
@@ -44,9 +46,47 @@ pub fn rope(head: &[f32], cos: &[f32], sin: &[f32]) -> Vec<f64> {
     out
 }
 
-/// `gate / (1 + e^-gate) * up`.
-pub fn silu_mul(gate: f32, up: f32) -> f64 {
-    gate as f64 / (1.0 + (-gate as f64).exp()) * up as f64
+/// `(x - mean) / sqrt(var + eps) * weight + bias`.
+pub fn layer_norm(x: &[f32], weight: &[f32], bias: &[f32], eps: f32) -> Vec<f64> {
+    let n = x.len() as f64;
+    let mean = x.iter().map(|&x| x as f64).sum::<f64>() / n;
+    let var = x.iter().map(|&x| (x as f64 - mean).powi(2)).sum::<f64>() / n;
+    let r = 1.0 / (var + eps as f64).sqrt();
+    x.iter().zip(weight).zip(bias).map(|((&x, &w), &b)| (x as f64 - mean) * r * w as f64 + b as f64).collect()
+}
+
+/// One activation.
+pub fn act(kind: Act, x: f32) -> f64 {
+    let x = x as f64;
+    match kind {
+        Act::Silu => x / (1.0 + (-x).exp()),
+        Act::Gelu => x * erfc(-x / std::f64::consts::SQRT_2) / 2.0,
+        Act::GeluTanh => {
+            let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
+            // 1 + tanh u, without its cancellation.
+            x / (1.0 + (-2.0 * u).exp())
+        }
+    }
+}
+
+/// Complementary error function to about 1e-13: the series of erf near zero, else the continued fraction.
+fn erfc(z: f64) -> f64 {
+    if z < 0.0 {
+        return 2.0 - erfc(-z);
+    }
+    let scale = (-z * z).exp() / std::f64::consts::PI.sqrt();
+    if z < 2.0 {
+        // erf z = 2 e^(-z^2) / sqrt(pi) * sum of 2^n z^(2n + 1) / (1 * 3 * ... * (2n + 1))
+        let (mut term, mut sum) = (z, z);
+        for n in 1..60 {
+            term *= 2.0 * z * z / (2 * n + 1) as f64;
+            sum += term;
+        }
+        return 1.0 - 2.0 * scale * sum;
+    }
+    // erfc z = e^(-z^2) / sqrt(pi) / (z + (1/2) / (z + 1 / (z + (3/2) / (z + ...))))
+    let fraction = (1..120).rev().fold(z, |below, n| z + n as f64 / 2.0 / below);
+    scale / fraction
 }
 
 /// In place.
@@ -63,4 +103,25 @@ pub fn softmax(x: &mut [f64]) {
 
 fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(&a, &b)| a as f64 * b as f64).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn erfc_has_the_values_of_tables() {
+        // From mpmath, 15 digits.
+        for (z, want) in [
+            (0.0, 1.0),
+            (0.5, 0.479500122186953),
+            (-1.0, 1.84270079294971),
+            (1.9, 0.00720957076474253),
+            (2.1, 0.00297946665633299),
+            (5.0, 1.53745979442803e-12),
+        ] {
+            let got = erfc(z);
+            assert!((got / want - 1.0).abs() < 1e-12, "{z}: {got}, expected {want}");
+        }
+    }
 }

@@ -1,0 +1,56 @@
+//! The feed-forward half of a layer.
+
+use quern_models::PANEL;
+
+use super::{
+    Forward,
+    attention::Half,
+    linear::{Linear, PerThread},
+    tensors::add_bias,
+};
+use crate::cpu::{act, acts::Forms, linear::linear_panel};
+
+impl Forward {
+    /// Up, and gate if there is one; what is activated goes panel by panel into `inner`, quantized where it is
+    /// computed.
+    pub(super) fn up(&mut self, layer: usize, m: usize) {
+        let tensors = &self.layers[layer];
+        let (gate, up) = (tensors.gate.map(|t| self.file.view(t)), self.file.view(tensors.up));
+        self.bufs.inner.reset(m, up.n, Forms::of(self.file.view(tensors.down).scheme, self.mode));
+        let (isa, simd, mode, kind) = (self.isa, self.simd, self.mode, tensors.act);
+        let (acts, inner) = (&self.bufs.acts, &self.bufs.inner);
+        let threads = PerThread::new(&mut self.bufs.threads);
+        Linear::units(&self.team, &mut self.regions, up.panels(), m, &|t, panel, rows| {
+            // SAFETY: `units` gives each thread its own number.
+            let buf = unsafe { threads.get(t) };
+            buf.tile.resize(rows.len() * PANEL, 0.0);
+            linear_panel(isa, &up, acts, mode, panel, rows.clone(), &mut buf.tile, &mut buf.linear);
+            if let Some(gate) = &gate {
+                buf.tile2.resize(rows.len() * PANEL, 0.0);
+                linear_panel(isa, gate, acts, mode, panel, rows.clone(), &mut buf.tile2, &mut buf.linear);
+            }
+            let width = (up.n - panel * PANEL).min(PANEL);
+            let mut product = [0.0; PANEL];
+            let product = &mut product[..width];
+            for (i, row) in rows.enumerate() {
+                let part = i * PANEL..i * PANEL + width;
+                let up = &mut buf.tile[part.clone()];
+                add_bias(up, &tensors.up_bias, panel * PANEL);
+                if gate.is_some() {
+                    let gate = &mut buf.tile2[part];
+                    add_bias(gate, &tensors.gate_bias, panel * PANEL);
+                    act::act_mul(simd, kind, gate, up, product);
+                } else {
+                    act::act(simd, kind, up, product);
+                }
+                // SAFETY: a unit writes its own 64 columns of its own rows, read in later regions.
+                unsafe { inner.write_part(isa, row, panel, product) }
+            }
+        });
+    }
+
+    pub(super) fn down(&mut self, layer: usize) {
+        let file = self.file.clone();
+        self.add_linear(&file.view(self.layers[layer].down), layer, Half::Mlp);
+    }
+}

@@ -1,0 +1,124 @@
+//! What a layer is made of: indices of its matrices in the file, and its vectors, loaded once.
+
+use quern_models::{
+    ModelFile,
+    spec::{Act, Attn, Layer, Mlp, Norm},
+};
+
+use super::angles::Angles;
+use crate::cpu::{lanes::Simd, ops};
+
+/// A norm, and the order in which the linear layers behind it take its columns.
+pub(super) struct Input {
+    norm: Norm,
+    weight: Vec<f32>,
+    /// Empty for an RMS norm.
+    bias: Vec<f32>,
+    /// Empty: as they are.
+    order: Vec<u32>,
+}
+
+/// One layer.
+pub(super) struct LayerTensors {
+    pub attn_in: Input,
+    pub qkv: [usize; 3],
+    /// `[q + 2 kv]`, or empty.
+    pub qkv_bias: Vec<f32>,
+    /// Weights of the norms of q's and k's heads, `[head_dim]` each, and eps.
+    pub qk_norm: Option<([Vec<f32>; 2], f32)>,
+    /// Index of the [`Angles`].
+    pub rope: Option<usize>,
+    pub o_order: Vec<u32>,
+    pub o: usize,
+    pub o_bias: Vec<f32>,
+    pub mlp_in: Input,
+    pub gate: Option<usize>,
+    pub gate_bias: Vec<f32>,
+    pub up: usize,
+    pub up_bias: Vec<f32>,
+    pub act: Act,
+    pub down: usize,
+    pub down_bias: Vec<f32>,
+}
+
+impl LayerTensors {
+    pub fn new(file: &ModelFile, i: usize, layer: &Layer, angles: &mut Vec<Angles>) -> LayerTensors {
+        let name = |name: &str| format!("layers.{i}.{name}");
+        let at = |tensor: &str| index(file, &name(tensor));
+        let bias = |there: bool, tensor: &str| if there { vector(file, &name(tensor)) } else { vec![] };
+        let Attn::Gqa { head_dim, ref rope, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } = layer.attn;
+        let (gate, act, mlp_bias, mlp_order) = match layer.mlp {
+            Mlp::Gated { act, bias, mlp_order, .. } => (Some(at("gate")), act, bias, mlp_order),
+            Mlp::Plain { act, bias, mlp_order, .. } => (None, act, bias, mlp_order),
+        };
+        let order = |there: bool, tensor: &str| there.then(|| name(tensor));
+        LayerTensors {
+            attn_in: Input::new(file, &name("attn_norm"), &layer.attn_norm, order(attn_order, "attn_order")),
+            qkv: ["q", "k", "v"].map(at),
+            qkv_bias: ["q_bias", "k_bias", "v_bias"].map(|b| bias(qkv_bias, b)).concat(),
+            qk_norm: qk_norm.as_ref().map(|n| (["q_norm", "k_norm"].map(|w| vector(file, &name(w))), n.eps())),
+            rope: rope.as_ref().map(|rope| Angles::of(angles, rope, head_dim)),
+            o_order: order(o_order, "o_order").map_or(vec![], |o| columns(file, &o)),
+            o: at("o"),
+            o_bias: bias(o_bias, "o_bias"),
+            mlp_in: Input::new(file, &name("mlp_norm"), &layer.mlp_norm, order(mlp_order, "mlp_order")),
+            gate,
+            gate_bias: bias(mlp_bias && gate.is_some(), "gate_bias"),
+            up: at("up"),
+            up_bias: bias(mlp_bias, "up_bias"),
+            act,
+            down: at("down"),
+            down_bias: bias(mlp_bias, "down_bias"),
+        }
+    }
+}
+
+impl Input {
+    pub fn new(file: &ModelFile, name: &str, norm: &Norm, order: Option<String>) -> Input {
+        let bias = if norm.biased() { vector(file, &format!("{name}_bias")) } else { vec![] };
+        let order = order.map_or(vec![], |o| columns(file, &o));
+        Input { norm: norm.clone(), weight: vector(file, name), bias, order }
+    }
+
+    /// The normed row as the linear layers take it, `[hidden]`; in one of the two buffers.
+    pub fn prepare<'a>(&self, simd: Simd, x: &[f32], row: &'a mut Vec<f32>, ordered: &'a mut Vec<f32>) -> &'a [f32] {
+        row.resize(x.len(), 0.0);
+        match self.norm {
+            Norm::Rms { eps } => ops::rms_norm(simd, x, &self.weight, eps, row),
+            Norm::Layer { eps } => ops::layer_norm(simd, x, &self.weight, &self.bias, eps, row),
+        }
+        gather(&self.order, row, ordered)
+    }
+}
+
+/// Element `order[j]` of `from` at place `j`; `from` itself without an order.
+pub(super) fn gather<'a>(order: &[u32], from: &'a [f32], to: &'a mut Vec<f32>) -> &'a [f32] {
+    if order.is_empty() {
+        return from;
+    }
+    to.clear();
+    to.extend(order.iter().map(|&j| from[j as usize]));
+    to
+}
+
+/// Adds a bias, if there is one, to the outputs `at ..` of one row.
+pub(super) fn add_bias(outputs: &mut [f32], bias: &[f32], at: usize) {
+    if !bias.is_empty() {
+        let bias = &bias[at..at + outputs.len()];
+        outputs.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
+    }
+}
+
+pub(super) fn index(file: &ModelFile, name: &str) -> usize {
+    file.index(name).expect("ModelFile::open checked every tensor of the spec")
+}
+
+fn vector(file: &ModelFile, name: &str) -> Vec<f32> {
+    let view = file.view(index(file, name));
+    (0..view.k).map(|i| view.at(0, i)).collect()
+}
+
+fn columns(file: &ModelFile, name: &str) -> Vec<u32> {
+    let view = file.view(index(file, name));
+    (0..view.k).map(|i| view.order(i)).collect()
+}
