@@ -5,7 +5,6 @@
 
 pub mod directory;
 pub mod gguf;
-pub mod gguf_llama;
 pub mod gguf_tokenizer;
 pub mod safetensors;
 
@@ -17,6 +16,7 @@ use std::{
 use quern_models::{FloatType, Generation, map::Mapped};
 use serde_json::Value;
 
+pub use self::gguf::Block;
 use crate::ConvertError;
 
 /// Element type of a stored tensor.
@@ -42,29 +42,6 @@ pub enum Dtype {
     Other(&'static str, u64),
 }
 
-/// GGUF block types that hold integers we keep: 32 consecutive columns share an f16 scale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(non_camel_case_types)]
-pub enum Block {
-    /// 4 bits, zero in the middle: f16 d, 16 bytes (low nibbles are columns 0..16).
-    Q4_0,
-    /// 4 bits and a minimum: f16 d, f16 m, 16 bytes.
-    Q4_1,
-    /// 8 bits signed: f16 d, 32 bytes.
-    Q8_0,
-}
-
-impl Block {
-    /// Bytes of a block of 32 columns.
-    pub const fn bytes(self) -> usize {
-        match self {
-            Block::Q4_0 => 18,
-            Block::Q4_1 => 20,
-            Block::Q8_0 => 34,
-        }
-    }
-}
-
 impl Dtype {
     /// Bits of an element; `None` for blocks.
     pub fn bits(self) -> Option<u64> {
@@ -88,9 +65,7 @@ impl Dtype {
             Dtype::U8 => "u8",
             Dtype::E4M3 => "F8_E4M3",
             Dtype::E8M0 => "F8_E8M0",
-            Dtype::Block(Block::Q4_0) => "Q4_0",
-            Dtype::Block(Block::Q4_1) => "Q4_1",
-            Dtype::Block(Block::Q8_0) => "Q8_0",
+            Dtype::Block(b) => b.name(),
             Dtype::Other(name, _) => name,
         }
     }
@@ -238,7 +213,7 @@ impl Source {
             Source::Gguf { path, map } => {
                 let file = |source| ConvertError::File { path: path.clone(), source };
                 let parsed = gguf::parse(map).map_err(file)?;
-                gguf_llama::checkpoint(&parsed, &name_of(path)).map_err(file)
+                gguf::checkpoint(&parsed, &name_of(path)).map_err(file)
             }
         }
     }

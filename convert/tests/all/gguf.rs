@@ -145,7 +145,7 @@ fn read<R>(
     entries.extend_from_slice(changes);
     let bytes = bytes(&entries, tensors);
     let gguf = source::gguf::parse(&bytes).map_err(|e| e.to_string())?;
-    source::gguf_llama::checkpoint(&gguf, "t").map(look).map_err(|e| e.to_string())
+    source::gguf::checkpoint(&gguf, "t").map(look).map_err(|e| e.to_string())
 }
 
 /// Config, tokenizer and end tokens with one entry changed or added.

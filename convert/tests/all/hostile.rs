@@ -2,12 +2,12 @@
 
 use std::fs;
 
-use quern_convert::source::{gguf, gguf_llama, safetensors};
+use quern_convert::source::{gguf, safetensors};
 
 use crate::made::{Random, fixture};
 
 fn read_gguf(bytes: &[u8]) -> bool {
-    gguf::parse(bytes).is_ok_and(|g| gguf_llama::checkpoint(&g, "t").is_ok())
+    gguf::parse(bytes).is_ok_and(|g| gguf::checkpoint(&g, "t").is_ok())
 }
 
 #[test]

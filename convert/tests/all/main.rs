@@ -3,6 +3,7 @@
 // A panic is how a test fails, in helpers too.
 #![allow(clippy::unwrap_used)]
 
+mod blocks;
 mod directory;
 mod fixtures;
 mod gguf;

@@ -12,7 +12,6 @@ use arbitrary::{Arbitrary, Unstructured};
 use quern_convert::source::{
     Rows, gguf,
     gguf::{Gguf, Value},
-    gguf_llama,
 };
 use quern_models::{
     family,
@@ -39,7 +38,7 @@ pub fn passes(input: &[u8]) -> bool {
     let (head, len) = file(input);
     extended(&head, len, |bytes| {
         let gguf = gguf::parse(bytes).ok();
-        let checkpoint = gguf.as_ref().and_then(|g| gguf_llama::checkpoint(g, "m").ok());
+        let checkpoint = gguf.as_ref().and_then(|g| gguf::checkpoint(g, "m").ok());
         checkpoint.is_some_and(|c| family::plan(&c.config).is_ok())
     })
 }
@@ -59,7 +58,7 @@ fn used(gguf: &Gguf, bytes: &[u8]) {
         }
     }
     // tokenizer.json spells out, twice, a token that takes nine bytes in the file: up to 166 a byte.
-    let checkpoint = bounded("checkpoint", bytes.len(), 64 << 10, 256, || gguf_llama::checkpoint(gguf, "m"));
+    let checkpoint = bounded("checkpoint", bytes.len(), 64 << 10, 256, || gguf::checkpoint(gguf, "m"));
     let checkpoint = match checkpoint {
         Ok(checkpoint) => checkpoint,
         Err(e) => return assert!(!e.to_string().is_empty()),

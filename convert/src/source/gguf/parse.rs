@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, HashSet};
 
 use quern_models::FloatType;
 
-use super::{Block, Dtype};
-use crate::Malformed;
+use super::Block;
+use crate::{Malformed, source::Dtype};
 
 /// A parsed file, borrowing from its bytes.
 #[derive(Debug)]
@@ -151,7 +151,10 @@ fn place<'a>(
 fn bytes_of(dtype: Dtype, shape: &[u64]) -> Option<u64> {
     let elements = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))?;
     match dtype {
-        Dtype::Block(b) => (shape.last()? % 32 == 0).then_some(elements / 32)?.checked_mul(b.bytes() as u64),
+        Dtype::Block(b) => {
+            let columns = b.columns() as u64;
+            (shape.last()? % columns == 0).then_some(elements / columns)?.checked_mul(b.bytes() as u64)
+        }
         other => elements.checked_mul(other.bits()? / 8),
     }
 }
@@ -313,9 +316,11 @@ impl<'a> Reader<'a> {
         let id = self.u32(name)?;
         let dtype = dtype(id).map_err(|unknown| Malformed::Unsupported {
             what: format!("tensor {name} has GGUF type {unknown}"),
-            next: "this version imports F32, F16, BF16, Q8_0, Q4_0 and Q4_1; take such a file of the model, or \
-                   convert the safetensors version"
-                .into(),
+            next: format!(
+                "this version imports F32, F16, BF16, {}; take such a file of the model, or convert the safetensors \
+                 version",
+                Block::ALL.map(Block::name).join(", ")
+            ),
         })?;
         Ok((name, shape, dtype, self.u64(name)?))
     }
@@ -324,21 +329,20 @@ impl<'a> Reader<'a> {
 /// The type with an id, or the name of one we do not import.
 fn dtype(id: u32) -> Result<Dtype, String> {
     // By id; a dash is one that is imported, or was never used.
-    const NAMES: &str = "- - - - - - Q5_0 Q5_1 - Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL \
-                         IQ3_S IQ2_S IQ4_XS I8 I16 - I64 F64 IQ1_M - Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 \
-                         IQ4_NL_4_4 IQ4_NL_4_8 IQ4_NL_8_8 MXFP4 NVFP4";
+    const NAMES: &str = "- - - - - - - - - Q8_1 - - - - - Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S - IQ3_S IQ2_S - I8 I16 - I64 \
+                         F64 IQ1_M - Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 IQ4_NL_8_8 - NVFP4";
     Ok(match id {
         0 => Dtype::Float(FloatType::F32),
         1 => Dtype::Float(FloatType::F16),
         30 => Dtype::Float(FloatType::BF16),
-        2 => Dtype::Block(Block::Q4_0),
-        3 => Dtype::Block(Block::Q4_1),
-        8 => Dtype::Block(Block::Q8_0),
         26 => Dtype::I32,
-        _ => {
-            let name = NAMES.split_whitespace().nth(id as usize).filter(|n| *n != "-");
-            return Err(name.map_or_else(|| format!("number {id}"), String::from));
-        }
+        _ => match Block::of(id) {
+            Some(block) => Dtype::Block(block),
+            None => {
+                let name = NAMES.split_whitespace().nth(id as usize).filter(|n| *n != "-");
+                return Err(name.map_or_else(|| format!("number {id}"), String::from));
+            }
+        },
     })
 }
 
@@ -417,7 +421,7 @@ mod tests {
         let cases = [
             (big, "big-endian"),
             (old, "GGUF version: expected 2 or 3, got 1"),
-            (file(14), "tensor t has GGUF type Q6_K"),
+            (file(16), "tensor t has GGUF type IQ2_XXS"),
             (file(99), "type number 99"),
             ([file(8), vec![0; 16]].concat(), "overlap"),
             (file(0), "tensor t needs 128 bytes"),

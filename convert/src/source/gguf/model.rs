@@ -10,12 +10,11 @@ use quern_models::{
 };
 use serde_json::{Map, Value as Json, json};
 
-use super::{
-    Checkpoint, Dtype, RawTensor, Rows,
-    gguf::{Gguf, Tensor, Value},
-    gguf_tokenizer,
+use super::{Gguf, Tensor, Value};
+use crate::{
+    Malformed,
+    source::{Checkpoint, Dtype, RawTensor, Rows, gguf_tokenizer},
 };
-use crate::Malformed;
 
 /// Turns a parsed file into a checkpoint.
 pub fn checkpoint<'a>(gguf: &Gguf<'a>, name: &str) -> Result<Checkpoint<'a>, Malformed> {
