@@ -6,6 +6,7 @@ use half::{bf16, f16};
 use quern_models::FloatType;
 use rayon::prelude::*;
 
+use super::order::Arrange;
 use crate::{
     ConvertError,
     source::{Dtype, RawTensor, Rows},
@@ -22,6 +23,8 @@ pub struct Floats<'a> {
     pub kind: FloatType,
     bytes: &'a [u8],
     rows: Rows,
+    /// Where rows and columns come from, after the order in which the source stores them.
+    pub arrange: Arrange,
 }
 
 impl<'a> Floats<'a> {
@@ -40,20 +43,23 @@ impl<'a> Floats<'a> {
             [n] if raw.rows == Rows::InOrder => (1, n),
             _ => (shape.iter().product(), 1),
         };
-        Ok(Floats { n, k, kind, bytes: raw.bytes, rows: raw.rows })
+        Ok(Floats { n, k, kind, bytes: raw.bytes, rows: raw.rows, arrange: Arrange::default() })
     }
 
     /// Element of a row.
     #[inline]
     pub fn at(&self, row: usize, col: usize) -> f32 {
-        self.kind.read(self.bytes, self.rows.stored(row) * self.k + col)
+        self.kind.read(self.bytes, self.rows.stored(self.arrange.row(row)) * self.k + self.arrange.col(col))
     }
 
     /// Elements `cols` of a row into `out`, which is emptied first.
     pub fn decode(&self, row: usize, cols: Range<usize>, out: &mut Vec<f32>) {
+        out.clear();
+        if self.arrange.cols.is_some() {
+            return out.extend(cols.map(|col| self.at(row, col)));
+        }
         let size = self.kind.size();
         let bytes = &self.row(row)[cols.start * size..cols.end * size];
-        out.clear();
         match self.kind {
             FloatType::F32 => out.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
             FloatType::F16 => out.extend(bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())),
@@ -61,10 +67,10 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// Bytes of a row.
+    /// Bytes of a row, its columns in the order of the source.
     pub fn row(&self, row: usize) -> &'a [u8] {
         let size = self.k * self.kind.size();
-        &self.bytes[self.rows.stored(row) * size..][..size]
+        &self.bytes[self.rows.stored(self.arrange.row(row)) * size..][..size]
     }
 
     /// Checks that all elements are finite.
@@ -78,7 +84,8 @@ impl<'a> Floats<'a> {
         match found {
             None => Ok(()),
             Some((row, col)) => {
-                let got = format!("{} at [{row}, {col}]; is the download damaged?", self.at(row, col));
+                let x = self.kind.read(self.row(row), col);
+                let got = format!("{x} at [{row}, {col}]; is the download damaged?");
                 Err(ConvertError::tensor(name, "weights", "finite numbers", got))
             }
         }
@@ -87,10 +94,20 @@ impl<'a> Floats<'a> {
     /// The elements as they are, in order. One that is not finite is an error.
     pub fn kept(&self, name: &str) -> Result<Cow<'a, [u8]>, ConvertError> {
         self.finite(name)?;
-        Ok(match self.rows {
-            Rows::InOrder => Cow::Borrowed(self.bytes),
-            Rows::Interleaved { .. } => Cow::Owned((0..self.n).flat_map(|r| self.row(r)).copied().collect()),
-        })
+        if self.rows == Rows::InOrder && self.arrange.is_natural() {
+            return Ok(Cow::Borrowed(self.bytes));
+        }
+        let mut out = Vec::with_capacity(self.bytes.len());
+        for row in 0..self.n {
+            match &self.arrange.cols {
+                None => out.extend_from_slice(self.row(row)),
+                Some(cols) => {
+                    let (size, bytes) = (self.kind.size(), self.row(row));
+                    cols.iter().for_each(|&col| out.extend_from_slice(&bytes[col as usize * size..][..size]));
+                }
+            }
+        }
+        Ok(Cow::Owned(out))
     }
 
     /// The elements rounded to f16. Values beyond its range are an error.
