@@ -506,6 +506,134 @@ mod tests {
         assert!(scaled.windows(2).all(|w| w[1] < w[0]));
     }
 
+    /// Numbers of transformers 5.24 (`LlamaRotaryEmbedding.inv_freq`), heads of 32.
+    #[test]
+    fn frequencies_are_those_of_transformers() {
+        let yarn = |factor, beta_fast, beta_slow, original_context, truncate| RopeScaling::Yarn {
+            factor,
+            beta_fast,
+            beta_slow,
+            original_context,
+            attention_factor: 1.0,
+            truncate,
+        };
+        let cases = [
+            (
+                10000.0,
+                RopeScaling::Linear { factor: 4.0 },
+                [
+                    0.25,
+                    0.14058533,
+                    0.079056941,
+                    0.044456985,
+                    0.025,
+                    0.014058532,
+                    0.0079056947,
+                    0.0044456986,
+                    0.0024999999,
+                    0.0014058533,
+                    0.00079056947,
+                    0.00044456986,
+                    0.00025000001,
+                    0.00014058533,
+                    7.9056947e-05,
+                    4.4456985e-05,
+                ],
+            ),
+            (
+                10000.0,
+                yarn(4.0, 32.0, 1.0, 64, true),
+                [
+                    1.0,
+                    0.47799012,
+                    0.22135943,
+                    0.097805366,
+                    0.039999999,
+                    0.014058532,
+                    0.0079056947,
+                    0.0044456986,
+                    0.0024999999,
+                    0.0014058533,
+                    0.00079056947,
+                    0.00044456986,
+                    0.00025000001,
+                    0.00014058533,
+                    7.9056947e-05,
+                    4.4456985e-05,
+                ],
+            ),
+            (
+                1e6,
+                yarn(8.0, 16.0, 2.0, 4096, false),
+                [
+                    1.0,
+                    0.42169651,
+                    0.17782794,
+                    0.074989416,
+                    0.031622779,
+                    0.0099120783,
+                    0.0021367006,
+                    0.00029642173,
+                    0.00012500001,
+                    5.2712061e-05,
+                    2.2228493e-05,
+                    9.373678e-06,
+                    3.9528468e-06,
+                    1.6669018e-06,
+                    7.0292668e-07,
+                    2.9642172e-07,
+                ],
+            ),
+            (
+                10000.0,
+                RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 64 },
+                [
+                    1.0,
+                    0.56234133,
+                    0.24438459,
+                    0.064309873,
+                    0.013042256,
+                    0.0070292661,
+                    0.0039528473,
+                    0.0022228493,
+                    0.00125,
+                    0.00070292666,
+                    0.00039528473,
+                    0.00022228493,
+                    0.00012500001,
+                    7.0292663e-05,
+                    3.9528473e-05,
+                    2.2228493e-05,
+                ],
+            ),
+        ];
+        for (theta, scaling, want) in cases {
+            let got = Rope { theta, scaling: scaling.clone() }.inv_freq(32);
+            for (got, want) in got.iter().zip(want) {
+                let apart: f64 = *got as f64 / want - 1.0;
+                assert!(apart.abs() < 1e-6, "{scaling:?}: {got}, expected {want}");
+            }
+        }
+    }
+
+    /// A file of before these mechanisms: what it does not say is what it always was.
+    #[test]
+    fn old_specs_are_read_as_before() {
+        let old = r#"{"family":"llama","vocab":8,"hidden":8,"max_context":64,"layers":[{
+            "attn_norm":{"kind":"rms","eps":1e-5},
+            "attn":{"kind":"gqa","heads":1,"kv_heads":1,"head_dim":8,"scale":0.5,
+                "rope":{"theta":10000.0,"scaling":{"kind":"none"}}},
+            "mlp_norm":{"kind":"rms","eps":1e-5},
+            "mlp":{"kind":"gated","inner":8,"act":"silu"}}],
+            "norm":{"kind":"rms","eps":1e-5},"tied_head":true}"#;
+        let spec: ModelSpec = serde_json::from_str(old).unwrap();
+        spec.check().unwrap();
+        assert_eq!(spec.tensors().len(), 1 + 9 + 1);
+        assert!(spec.tensors().iter().all(|t| !t.order && !t.name.ends_with("_bias")));
+        let again = serde_json::to_string(&spec).unwrap();
+        assert!(!again.contains("bias") && !again.contains("window") && !again.contains("positions"), "{again}");
+    }
+
     #[test]
     fn an_unknown_field_is_refused() {
         let err = serde_json::from_str::<Norm>(r#"{"kind":"rms","eps":1e-5,"bias":true}"#).unwrap_err();

@@ -3,16 +3,15 @@
 use std::{borrow::Cow, ops::Range};
 
 use half::{bf16, f16};
-use quern_models::FloatType;
+use quern_models::{FloatType, family::Take};
 use rayon::prelude::*;
 
-use super::order::Arrange;
 use crate::{
     ConvertError,
     source::{Dtype, RawTensor, Rows},
 };
 
-/// A float matrix `[n, k]`; a vector is one row.
+/// A float matrix `[n, k]`, all or some rows of a stored one; a vector is one row.
 #[derive(Debug, Clone)]
 pub struct Floats<'a> {
     /// Rows.
@@ -23,42 +22,66 @@ pub struct Floats<'a> {
     pub kind: FloatType,
     bytes: &'a [u8],
     rows: Rows,
-    /// Where rows and columns come from, after the order in which the source stores them.
-    pub arrange: Arrange,
+    /// Stored row that is row 0.
+    first: usize,
+    /// Stored as `[k, columns]`: an element's row is its column there.
+    columns: Option<usize>,
 }
 
 impl<'a> Floats<'a> {
-    /// Checks type and shape; `shape` is `[n, k]` or `[n]`.
-    pub fn new(name: &str, raw: &RawTensor<'a>, shape: &[usize]) -> Result<Self, ConvertError> {
-        if raw.shape.iter().map(|&d| d as usize).ne(shape.iter().copied()) {
+    /// Checks type and shape; `shape` is `[n, k]` or `[n]` of what `take` takes from the tensor.
+    pub fn new(name: &str, raw: &RawTensor<'a>, shape: &[usize], take: Take) -> Result<Self, ConvertError> {
+        let (first, all) = take.part.unwrap_or((0, shape[0]));
+        let mut stored = shape.to_vec();
+        stored[0] = all;
+        if take.transposed {
+            stored.reverse();
+        }
+        if raw.shape.iter().map(|&d| d as usize).ne(stored.iter().copied()) {
             let got = format!("{:?}; the checkpoint is not what its config says", raw.shape);
-            return Err(ConvertError::tensor(name, "shape", format!("{shape:?}"), got));
+            return Err(ConvertError::tensor(name, "shape", format!("{stored:?}"), got));
         }
         let Dtype::Float(kind) = raw.dtype else {
             let got = format!("{}; save the checkpoint in one of these", raw.dtype.name());
             return Err(ConvertError::tensor(name, "type", "f32, f16 or bf16", got));
         };
-        let (n, k) = match *shape {
-            [n, k] => (n, k),
-            [n] if raw.rows == Rows::InOrder => (1, n),
-            _ => (shape.iter().product(), 1),
+        if take.transposed && raw.rows != Rows::InOrder {
+            let next = "convert the safetensors version of the model";
+            return Err(ConvertError::unsupported(format!("tensor {name}: transposed, with rows out of order"), next));
+        }
+        // A vector is one row, but for one whose elements are to be found row by row.
+        let (n, k, bytes, first) = match *shape {
+            [n, k] => (n, k, raw.bytes, first),
+            [n] if raw.rows == Rows::InOrder => (1, n, &raw.bytes[first * kind.size()..(first + n) * kind.size()], 0),
+            _ => (shape.iter().product(), 1, raw.bytes, first),
         };
-        Ok(Floats { n, k, kind, bytes: raw.bytes, rows: raw.rows, arrange: Arrange::default() })
+        let columns = take.transposed.then_some(all);
+        Ok(Floats { n, k, kind, bytes, rows: raw.rows, first, columns })
+    }
+
+    /// Index of an element in the stored tensor.
+    #[inline]
+    fn index(&self, row: usize, col: usize) -> usize {
+        match self.columns {
+            Some(columns) => col * columns + self.first + row,
+            None => self.rows.stored(self.first + row) * self.k + col,
+        }
     }
 
     /// Element of a row.
     #[inline]
     pub fn at(&self, row: usize, col: usize) -> f32 {
-        self.kind.read(self.bytes, self.rows.stored(self.arrange.row(row)) * self.k + self.arrange.col(col))
+        self.kind.read(self.bytes, self.index(row, col))
     }
 
     /// Elements `cols` of a row into `out`, which is emptied first.
     pub fn decode(&self, row: usize, cols: Range<usize>, out: &mut Vec<f32>) {
-        out.clear();
-        if self.arrange.cols.is_some() {
-            return out.extend(cols.map(|col| self.at(row, col)));
-        }
         let size = self.kind.size();
+        out.clear();
+        if self.columns.is_some() {
+            out.extend(cols.map(|col| self.at(row, col)));
+            return;
+        }
         let bytes = &self.row(row)[cols.start * size..cols.end * size];
         match self.kind {
             FloatType::F32 => out.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
@@ -67,10 +90,14 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// Bytes of a row, its columns in the order of the source.
-    pub fn row(&self, row: usize) -> &'a [u8] {
-        let size = self.k * self.kind.size();
-        &self.bytes[self.rows.stored(self.arrange.row(row)) * size..][..size]
+    /// Bytes of a row.
+    pub fn row(&self, row: usize) -> Cow<'a, [u8]> {
+        let size = self.kind.size();
+        if self.columns.is_some() {
+            let element = |col| &self.bytes[self.index(row, col) * size..][..size];
+            return Cow::Owned((0..self.k).flat_map(element).copied().collect());
+        }
+        Cow::Borrowed(&self.bytes[self.index(row, 0) * size..][..self.k * size])
     }
 
     /// Checks that all elements are finite.
@@ -84,8 +111,7 @@ impl<'a> Floats<'a> {
         match found {
             None => Ok(()),
             Some((row, col)) => {
-                let x = self.kind.read(self.row(row), col);
-                let got = format!("{x} at [{row}, {col}]; is the download damaged?");
+                let got = format!("{} at [{row}, {col}]; is the download damaged?", self.at(row, col));
                 Err(ConvertError::tensor(name, "weights", "finite numbers", got))
             }
         }
@@ -94,19 +120,12 @@ impl<'a> Floats<'a> {
     /// The elements as they are, in order. One that is not finite is an error.
     pub fn kept(&self, name: &str) -> Result<Cow<'a, [u8]>, ConvertError> {
         self.finite(name)?;
-        if self.rows == Rows::InOrder && self.arrange.is_natural() {
-            return Ok(Cow::Borrowed(self.bytes));
+        if self.rows == Rows::InOrder && self.columns.is_none() {
+            let row = self.k * self.kind.size();
+            return Ok(Cow::Borrowed(&self.bytes[self.first * row..][..self.n * row]));
         }
-        let mut out = Vec::with_capacity(self.bytes.len());
-        for row in 0..self.n {
-            match &self.arrange.cols {
-                None => out.extend_from_slice(self.row(row)),
-                Some(cols) => {
-                    let (size, bytes) = (self.kind.size(), self.row(row));
-                    cols.iter().for_each(|&col| out.extend_from_slice(&bytes[col as usize * size..][..size]));
-                }
-            }
-        }
+        let mut out = Vec::with_capacity(self.n * self.k * self.kind.size());
+        (0..self.n).for_each(|row| out.extend_from_slice(&self.row(row)));
         Ok(Cow::Owned(out))
     }
 
@@ -140,7 +159,7 @@ mod tests {
                 let mut bytes = vec![];
                 values.iter().for_each(|&x| kind.push(x, &mut bytes));
                 let raw = RawTensor { dtype: Dtype::Float(kind), shape: vec![4, 2], bytes: &bytes, rows };
-                let floats = Floats::new("t", &raw, &[4, 2]).unwrap();
+                let floats = Floats::new("t", &raw, &[4, 2], Take::WHOLE).unwrap();
                 let texts = [floats.kept("t").err(), floats.rounded("t").err()].map(|e| e.map(|e| e.to_string()));
                 assert_eq!(texts[0], texts[1]);
                 texts[0].clone()
@@ -158,5 +177,33 @@ mod tests {
                 assert!(text.contains(&format!("got {shown} at [2, 1]")), "{text}");
             }
         }
+    }
+
+    #[test]
+    fn parts_and_transposed_tensors_are_read_where_they_lie() {
+        let bytes: Vec<u8> = (0..24).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        let raw = |shape: &[u64]| RawTensor {
+            dtype: Dtype::Float(FloatType::F32),
+            shape: shape.to_vec(),
+            bytes: &bytes,
+            rows: Rows::InOrder,
+        };
+        let check = |stored: &[u64], shape: &[usize], take, expected: &[f32]| {
+            let floats = Floats::new("t", &raw(stored), shape, take).unwrap();
+            let mut out = vec![];
+            for row in 0..floats.n {
+                floats.decode(row, 0..floats.k, &mut out);
+                let at: Vec<f32> = (0..floats.k).map(|col| floats.at(row, col)).collect();
+                assert_eq!((&out, &at[..]), (&at, &expected[row * floats.k..][..floats.k]));
+            }
+            let kept: Vec<u8> = expected.iter().flat_map(|x| x.to_le_bytes()).collect();
+            assert_eq!(*floats.kept("t").unwrap(), kept);
+        };
+        let part = |transposed| Take { transposed, part: Some((2, 6)) };
+        check(&[6, 4], &[2, 4], part(false), &[8., 9., 10., 11., 12., 13., 14., 15.]);
+        check(&[4, 6], &[2, 4], part(true), &[2., 8., 14., 20., 3., 9., 15., 21.]);
+        check(&[24], &[3], Take { transposed: false, part: Some((20, 24)) }, &[20., 21., 22.]);
+        let wrong = Floats::new("t", &raw(&[6, 4]), &[2, 4], part(true)).unwrap_err().to_string();
+        assert!(wrong.contains("expected [4, 6], got [6, 4]"), "{wrong}");
     }
 }

@@ -143,7 +143,7 @@ mod tests {
     use crate::source::{Dtype, RawTensor, Rows};
 
     fn made<'a>(raw: &RawTensor<'a>) -> Result<Rtn<'a>, ConvertError> {
-        let floats = Floats::new("t", raw, &[1, raw.shape[1] as usize]).unwrap();
+        let floats = Floats::new("t", raw, &[1, raw.shape[1] as usize], quern_models::family::Take::WHOLE).unwrap();
         let shape = shape(&floats, 4, 32);
         Rtn::new("t", floats, shape)
     }

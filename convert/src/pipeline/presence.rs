@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use quern_models::{
     FloatType,
-    family::{FamilyPlan, RuleKind},
+    family::{FamilyPlan, RuleKind, Tensors},
 };
 
 use crate::{
@@ -55,13 +55,25 @@ pub(super) fn left_over(
     checkpoint: &Checkpoint,
     family: &FamilyPlan,
     used: &BTreeSet<String>,
+    notes: &mut Vec<String>,
 ) -> Result<(), ConvertError> {
+    let other = |name: &str| name.split('.').find(|part| family.others.contains(part)).map(String::from);
     let harmless = |name: &str| {
         let raw = &checkpoint.tensors[name];
         let zero_bias = name.ends_with(".bias") && matches!(raw.dtype, Dtype::Float(t) if all_zero(t, raw.bytes));
         zero_bias || family.ignore.iter().any(|end| name.ends_with(end))
     };
-    let rest: Vec<&String> = checkpoint.tensors.keys().filter(|n| !used.contains(*n) && !harmless(n)).collect();
+    let (others, rest): (Vec<&String>, Vec<&String>) = checkpoint
+        .tensors
+        .keys()
+        .filter(|name| !used.contains(*name) && !harmless(name))
+        .partition(|name| other(name).is_some());
+    if !others.is_empty() {
+        let parts: BTreeSet<String> = others.iter().filter_map(|name| other(name)).collect();
+        let parts = parts.into_iter().collect::<Vec<_>>().join(", ");
+        notes
+            .push(format!("a multimodal model: its text part is taken, {} tensor(s) of {parts} are not", others.len()));
+    }
     match rest.first() {
         None => Ok(()),
         Some(first) => Err(ConvertError::LeftOver {
@@ -75,4 +87,34 @@ pub(super) fn left_over(
 
 fn all_zero(kind: FloatType, bytes: &[u8]) -> bool {
     (0..bytes.len() / kind.size()).all(|i| kind.read(bytes, i) == 0.0)
+}
+
+/// What the families ask about a checkpoint.
+impl Tensors for Checkpoint<'_> {
+    fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+        Box::new(self.tensors.keys().map(String::as_str))
+    }
+
+    fn any(&self, prefix: &str) -> bool {
+        let from = (std::ops::Bound::Included(prefix), std::ops::Bound::Unbounded);
+        self.tensors.range::<str, _>(from).next().is_some_and(|(name, _)| name.starts_with(prefix))
+    }
+
+    fn outputs(&self, module: &str, transposed: bool) -> Option<usize> {
+        let shape = |part: &str| match self.tensors.get(&format!("{module}.{part}")).map(|raw| &raw.shape[..]) {
+            Some(&[n, k]) => Some((n as usize, k as usize)),
+            _ => None,
+        };
+        if let Some((n, k)) = shape("weight") {
+            return Some(if transposed && !self.gguf { k } else { n });
+        }
+        if let Some((n, _)) = shape("weight_packed") {
+            return Some(n);
+        }
+        // GPTQ and AWQ have outputs along the rows of their scales, AWQ's gemv formats down the columns of both.
+        match (shape("qweight")?, shape("scales")?) {
+            ((n, words), (rows, cols)) if n == rows && words != cols => Some(n),
+            (_, (_, n)) => Some(n),
+        }
+    }
 }

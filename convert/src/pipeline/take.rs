@@ -7,19 +7,18 @@ use std::collections::BTreeSet;
 
 use quern_models::{
     FloatType,
-    family::{Rule, RuleKind},
+    family::{Rule, RuleKind, Take},
 };
 
 use super::job::{Data, Job};
 use crate::{
     ConvertError, Options, Quant,
     import::{
-        awq::{self, Packing},
+        awq::Awq,
         blocks::Blocks,
         config::{Hint, Method},
         float::Floats,
         gptq::{self, Gptq},
-        order::{Arrange, Order},
         rtn,
     },
     source::{Checkpoint, Dtype, RawTensor},
@@ -48,7 +47,8 @@ impl Choice {
         match kind {
             RuleKind::Linear { .. } => self.linear,
             RuleKind::Embedding { .. } | RuleKind::Head { .. } => self.head,
-            RuleKind::Vector { .. } => Quant::Keep,
+            RuleKind::Table { .. } if self.linear == Quant::F16 => Quant::F16,
+            RuleKind::Table { .. } | RuleKind::Vector { .. } | RuleKind::Bias { .. } => Quant::Keep,
         }
     }
 }
@@ -97,23 +97,39 @@ impl<'a, 'b> Module<'a, 'b> {
     pub fn take(mut self) -> Result<Job<'a>, ConvertError> {
         for format in Self::FORMATS {
             if let Some((data, origin, method)) = format(&mut self)? {
-                let dims = self.dims().iter().map(|&d| d as u64).collect();
-                let (target, arrange) = (self.rule.target.clone(), Arrange::default());
-                return Ok(Job { target, origin, dims, data, arrange, method });
+                let dims = self.wanted().iter().map(|&d| d as u64).collect();
+                // Floats take their rows themselves.
+                let part = self.rule.take.part.filter(|_| matches!(data, Data::Gptq(_) | Data::Codes(_)));
+                let (target, first) = (self.rule.target.clone(), part.map(|p| p.0));
+                return Ok(Job { target, origin, dims, data, first, method });
             }
         }
         Err(ConvertError::Missing {
             origin: self.checkpoint.name.clone(),
-            tensor: self.name("weight"),
-            what: format!("{} {:?}", self.rule.target, self.dims()),
+            tensor: self.name(self.float()),
+            what: format!("{} {:?}", self.rule.target, self.wanted()),
         })
     }
 
-    fn dims(&self) -> Vec<usize> {
+    /// Shape of the tensor of the output.
+    fn wanted(&self) -> Vec<usize> {
         match self.rule.kind {
-            RuleKind::Linear { n, k } | RuleKind::Embedding { n, k } | RuleKind::Head { n, k } => vec![n, k],
-            RuleKind::Vector { n } => vec![n],
+            RuleKind::Linear { n, k } | RuleKind::Embedding { n, k } => vec![n, k],
+            RuleKind::Head { n, k } | RuleKind::Table { n, k } => vec![n, k],
+            RuleKind::Vector { n } | RuleKind::Bias { n } => vec![n],
         }
+    }
+
+    /// Shape of the module: of all its rows, where only some are wanted.
+    fn dims(&self) -> Vec<usize> {
+        let mut dims = self.wanted();
+        dims[0] = self.rule.take.part.map_or(dims[0], |(_, all)| all);
+        dims
+    }
+
+    /// The module's float tensor.
+    fn float(&self) -> &'static str {
+        if matches!(self.rule.kind, RuleKind::Bias { .. }) { "bias" } else { "weight" }
     }
 
     /// Name of a tensor of the module.
@@ -138,12 +154,7 @@ impl<'a, 'b> Module<'a, 'b> {
         if self.get("weight").is_some() {
             return Err(ConvertError::tensor(&packed, "form", "packed codes or a float weight", "both"));
         }
-        let awq = Packing::of(raw, self.get("scales"), [n, k], hint.packing).is_some();
-        let by_shape = match hint.method {
-            Some(Method::Gptq) if gptq::fits(raw, n, k) => Method::Gptq,
-            _ if awq => Method::Awq,
-            _ => Method::Gptq,
-        };
+        let by_shape = if raw.shape.first() == Some(&(k as u64)) { Method::Awq } else { Method::Gptq };
         if let Some(said) = hint.method.filter(|&m| m != by_shape) {
             let expected = format!("{}, as {} says", said.name(), hint.file);
             let got = format!("{:?} like {}", raw.shape, by_shape.name());
@@ -152,9 +163,9 @@ impl<'a, 'b> Module<'a, 'b> {
         let source = &self.rule.source;
         let data = match by_shape {
             Method::Gptq => Data::Gptq(Gptq::new(self.checkpoint, source, n, k, hint)?),
-            Method::Awq => Data::Codes(awq::open(self.checkpoint, source, n, k, hint)?),
+            Method::Awq => Data::Codes(Box::new(Awq::new(self.checkpoint, source, n, k, hint)?)),
         };
-        self.uses(&["qweight", "qzeros", "scaled_zeros", "scales", "g_idx"]);
+        self.uses(&["qweight", "qzeros", "scales", "g_idx"]);
         Ok(Some((data, self.rule.source.clone(), Some(by_shape.name()))))
     }
 
@@ -173,10 +184,13 @@ impl<'a, 'b> Module<'a, 'b> {
 
     /// Floats, kept or quantized by us.
     fn floats(&mut self) -> Result<Option<Taken<'a>>, ConvertError> {
-        let Some(raw) = self.get("weight") else { return Ok(None) };
-        let (name, quant) = (self.name("weight"), self.choice.of(self.rule.kind));
-        let data = float(Floats::new(&name, raw, &self.dims())?, quant, self.choice.group);
-        self.uses(&["weight"]);
+        let part = self.float();
+        let Some(raw) = self.get(part) else { return Ok(None) };
+        let (name, quant) = (self.name(part), self.choice.of(self.rule.kind));
+        // GGUF files have outputs first, whatever the model.
+        let take = Take { transposed: self.rule.take.transposed && !self.checkpoint.gguf, ..self.rule.take };
+        let data = float(Floats::new(&name, raw, &self.wanted(), take)?, quant, self.choice.group);
+        self.uses(&[part]);
         Ok(Some((data, name, None)))
     }
 }
@@ -193,11 +207,10 @@ pub(super) fn settle_zeros(jobs: &mut [Job], hint: &Hint) -> Result<(), ConvertE
     let named: Vec<_> = patterns.iter().map(|(name, p)| (name.as_str(), *p)).collect();
     let convention = gptq::convention(&named, hint)?;
     let mut patterns = patterns.iter();
-    for job in jobs.iter_mut().filter(|j| matches!(j.data, Data::Gptq(_))) {
-        let (name, pattern) = patterns.next().expect("one pattern per GPTQ tensor");
-        if let Data::Gptq(mut t) = std::mem::replace(&mut job.data, Data::Order(Order::default())) {
+    for job in jobs {
+        if let Data::Gptq(t) = &mut job.data {
+            let (name, pattern) = patterns.next().expect("one pattern per GPTQ tensor");
             t.set_convention(name, convention, *pattern)?;
-            job.data = Data::Codes(Box::new(t));
         }
     }
     Ok(())

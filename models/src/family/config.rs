@@ -4,7 +4,7 @@ use std::{cell::RefCell, collections::BTreeSet};
 
 use serde_json::{Map, Value};
 
-use crate::spec::{Rope, RopeScaling};
+use crate::spec::Act;
 
 /// Why a config cannot be turned into a spec.
 #[derive(Debug, thiserror::Error)]
@@ -16,8 +16,10 @@ pub enum FamilyError {
         got: &'static str,
     },
     /// A family we do not read.
-    #[error("config.json: model_type {got:?} is not supported by this version (supported: {known})")]
+    #[error("config.json: {key} {got:?} is not supported by this version (supported: {known})")]
     ModelType {
+        /// `model_type`, where it stands.
+        key: String,
         /// Family found.
         got: String,
         /// Families known.
@@ -53,7 +55,10 @@ pub enum FamilyError {
 /// A config that remembers which keys were read.
 pub struct Config<'a> {
     map: &'a Map<String, Value>,
+    /// Where it stands in config.json: empty, or `text_config.`.
+    at: &'a str,
     read: RefCell<BTreeSet<&'a str>>,
+    warnings: RefCell<Vec<String>>,
 }
 
 /// Keys that change nothing in a forward pass, of any family. What a family reads does not belong here.
@@ -97,6 +102,22 @@ const HARMLESS: &[&str] = &[
     "num_beams",
     "problem_type",
     "tokenizer_class",
+    "_name_or_path",
+    "original_max_position_embeddings",
+    "attn_pdrop",
+    "embd_pdrop",
+    "resid_pdrop",
+    "embed_dropout",
+    "resid_dropout",
+    "classifier_dropout",
+    "gradient_checkpointing",
+    "n_ctx",
+    "reorder_and_upcast_attn",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
 ];
 
 /// Keys of other mechanisms and the one value under which they change nothing.
@@ -121,13 +142,32 @@ const NEUTRAL: &[(&str, &str)] = &[
     ("query_pre_attn_scalar", "null"),
     ("use_qk_norm", "false"),
     ("rope_interleaved", "false"),
+    ("add_cross_attention", "false"),
+    ("alibi", "false"),
+    ("scale_attn_by_inverse_layer_idx", "false"),
 ];
 
 impl<'a> Config<'a> {
-    /// Wraps a parsed `config.json`.
-    pub fn new(value: &'a Value) -> Result<Self, FamilyError> {
+    /// Wraps an object; `at` says where it stands in config.json.
+    pub fn new(value: &'a Value, at: &'a str) -> Result<Self, FamilyError> {
         let map = value.as_object().ok_or(FamilyError::NotObject { got: kind(value) })?;
-        Ok(Config { map, read: RefCell::default() })
+        Ok(Config { map, at, read: RefCell::default(), warnings: RefCell::default() })
+    }
+
+    /// Adds something that the user should know.
+    pub fn warn(&self, text: impl Into<String>) {
+        self.warnings.borrow_mut().push(text.into());
+    }
+
+    /// The error for a key that asks for mathematics this version does not have.
+    pub fn unsupported(&self, key: &str, expected: &str, got: impl ToString) -> FamilyError {
+        FamilyError::Unsupported { key: format!("{}{key}", self.at), expected: expected.into(), got: got.to_string() }
+    }
+
+    /// The error for a key that is missing or is not what it should be.
+    pub fn wrong(&self, key: &str, expected: &str, got: Option<&Value>) -> FamilyError {
+        let got = got.map_or("nothing".to_string(), |v| v.to_string());
+        FamilyError::Key { key: format!("{}{key}", self.at), expected: expected.into(), got }
     }
 
     /// A key's value; `null` counts as absent.
@@ -140,7 +180,7 @@ impl<'a> Config<'a> {
     /// A string that must be there.
     pub fn str(&self, key: &str) -> Result<&'a str, FamilyError> {
         let value = self.get(key);
-        value.and_then(Value::as_str).ok_or_else(|| wrong(key, "a string", value))
+        value.and_then(Value::as_str).ok_or_else(|| self.wrong(key, "a string", value))
     }
 
     /// A size that must be there, at least 1.
@@ -154,7 +194,23 @@ impl<'a> Config<'a> {
             (None, Some(d)) => Ok(d),
             (value, _) => {
                 let n = value.and_then(Value::as_u64).filter(|&n| n > 0 && n <= u32::MAX as u64);
-                n.map(|n| n as usize).ok_or_else(|| wrong(key, "a whole number of at least 1", value))
+                n.map(|n| n as usize).ok_or_else(|| self.wrong(key, "a whole number of at least 1", value))
+            }
+        }
+    }
+
+    /// Whether the key is there, if only with `null`.
+    pub fn has(&self, key: &str) -> bool {
+        self.map.contains_key(key)
+    }
+
+    /// A whole number, or `default` when absent.
+    pub fn whole_or(&self, key: &str, default: usize) -> Result<usize, FamilyError> {
+        match self.get(key) {
+            None => Ok(default),
+            Some(v) => {
+                let n = v.as_u64().filter(|&n| n <= u32::MAX as u64);
+                n.map(|n| n as usize).ok_or_else(|| self.wrong(key, "a whole number", Some(v)))
             }
         }
     }
@@ -163,7 +219,7 @@ impl<'a> Config<'a> {
     pub fn float_or(&self, key: &str, default: f32) -> Result<f32, FamilyError> {
         match self.get(key) {
             None => Ok(default),
-            Some(v) => finite(v).ok_or_else(|| wrong(key, "a number that fits 32 bits", Some(v))),
+            Some(v) => finite(v).ok_or_else(|| self.wrong(key, "a number that fits 32 bits", Some(v))),
         }
     }
 
@@ -171,73 +227,34 @@ impl<'a> Config<'a> {
     pub fn bool_or(&self, key: &str, default: bool) -> Result<bool, FamilyError> {
         match self.get(key) {
             None => Ok(default),
-            Some(v) => v.as_bool().ok_or_else(|| wrong(key, "true or false", Some(v))),
+            Some(v) => v.as_bool().ok_or_else(|| self.wrong(key, "true or false", Some(v))),
         }
     }
 
-    /// Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
-    pub fn rope(&self) -> Result<Rope, FamilyError> {
-        let (key, table) = match (self.get("rope_parameters"), self.get("rope_scaling")) {
-            (Some(v), _) => {
-                ("rope_parameters", v.as_object().ok_or_else(|| wrong("rope_parameters", "an object", Some(v)))?)
-            }
-            (None, Some(v)) => {
-                ("rope_scaling", v.as_object().ok_or_else(|| wrong("rope_scaling", "an object", Some(v)))?)
-            }
-            (None, None) => {
-                return Ok(Rope { theta: self.float_or("rope_theta", 10000.0)?, scaling: RopeScaling::None });
-            }
-        };
-        let number = |name: &str, default: Option<f32>| {
-            let value = table.get(name).filter(|v| !v.is_null());
-            match (value.map(finite), default) {
-                (Some(Some(n)), _) => Ok(n),
-                (None, Some(d)) => Ok(d),
-                _ => Err(wrong(&format!("{key}.{name}"), "a number that fits 32 bits", value)),
-            }
-        };
-        let theta = match self.get("rope_theta") {
-            Some(_) => self.float_or("rope_theta", 10000.0)?,
-            None => number("rope_theta", Some(10000.0))?,
-        };
-        let named = ["rope_type", "type"].iter().find_map(|k| table.get(*k).filter(|v| !v.is_null()));
-        let kind = match named {
-            None if table.contains_key("factor") => return Err(wrong(&format!("{key}.rope_type"), "a string", None)),
-            None => "default",
-            Some(v) => v.as_str().ok_or_else(|| wrong(&format!("{key}.rope_type"), "a string", Some(v)))?,
-        };
-        let scaling = match kind {
-            "default" => RopeScaling::None,
-            "linear" => RopeScaling::Linear { factor: number("factor", None)? },
-            "llama3" => RopeScaling::Llama3 {
-                factor: number("factor", None)?,
-                low_freq_factor: number("low_freq_factor", None)?,
-                high_freq_factor: number("high_freq_factor", None)?,
-                original_context: number("original_max_position_embeddings", None)? as usize,
-            },
-            other => {
-                return Err(FamilyError::Unsupported {
-                    key: format!("{key}.rope_type"),
-                    expected: "default, linear or llama3".into(),
-                    got: format!("{other:?}"),
-                });
-            }
-        };
-        if table.get("partial_rotary_factor").and_then(Value::as_f64).is_some_and(|f| f != 1.0) {
-            return Err(FamilyError::Unsupported {
-                key: format!("{key}.partial_rotary_factor"),
-                expected: "1.0".into(),
-                got: table["partial_rotary_factor"].to_string(),
-            });
+    /// A list of `len` or more strings, of which the first `len` count; `None` when absent.
+    pub fn strings(&self, key: &str, len: usize) -> Result<Option<Vec<&'a str>>, FamilyError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let list = value.as_array().filter(|l| l.len() >= len);
+        let list = list.and_then(|l| l[..len].iter().map(Value::as_str).collect());
+        list.map(Some).ok_or_else(|| self.wrong(key, &format!("a list of {len} strings"), Some(value)))
+    }
+
+    /// An activation by the name that transformers gives it; `usual` when absent.
+    pub fn act(&self, key: &str, usual: Act) -> Result<Act, FamilyError> {
+        match self.get(key).map_or(Ok(None), |_| self.str(key).map(Some))? {
+            None => Ok(usual),
+            Some("silu" | "swish") => Ok(Act::Silu),
+            Some("gelu") => Ok(Act::Gelu),
+            Some("gelu_new" | "gelu_pytorch_tanh" | "gelu_fast") => Ok(Act::GeluTanh),
+            Some(other) => Err(self.unsupported(key, "silu, gelu or gelu_new", format!("{other:?}"))),
         }
-        Ok(Rope { theta, scaling })
     }
 
     /// Checks what the family did not read: neutral values of known mechanisms pass, others are
     /// errors; keys nobody knows are returned as warnings.
     pub fn finish(&self) -> Result<Vec<String>, FamilyError> {
         let read = self.read.borrow();
-        let mut warnings = vec![];
+        let mut warnings = self.warnings.take();
         for (key, value) in self.map {
             if read.contains(key.as_str()) || value.is_null() || key.starts_with('_') {
                 continue;
@@ -246,11 +263,16 @@ impl<'a> Config<'a> {
                 let same = serde_json::from_str::<Value>(neutral)
                     .is_ok_and(|n| n == *value || (n.is_number() && n.as_f64() == value.as_f64()));
                 if !same {
-                    let (key, expected) = (key.clone(), neutral.to_string());
-                    return Err(FamilyError::Unsupported { key, expected, got: value.to_string() });
+                    return Err(self.unsupported(key, neutral, value));
+                }
+            } else if key == "layer_types" {
+                let plain = |v: &Value| v.as_str() == Some("full_attention");
+                if !value.as_array().is_some_and(|all| all.iter().all(plain)) {
+                    return Err(self.unsupported(key, "full_attention in every layer", value));
                 }
             } else if !HARMLESS.contains(&key.as_str()) {
-                warnings.push(format!("config.json: {key} is not known to this version and was not used"));
+                let at = self.at;
+                warnings.push(format!("config.json: {at}{key} is not known to this version and was not used"));
             }
         }
         Ok(warnings)
@@ -258,13 +280,8 @@ impl<'a> Config<'a> {
 }
 
 /// A number as f32, unless it is too large for one.
-fn finite(v: &Value) -> Option<f32> {
+pub(super) fn finite(v: &Value) -> Option<f32> {
     v.as_f64().map(|x| x as f32).filter(|x| x.is_finite())
-}
-
-fn wrong(key: &str, expected: &str, got: Option<&Value>) -> FamilyError {
-    let got = got.map_or("nothing".to_string(), |v| v.to_string());
-    FamilyError::Key { key: key.into(), expected: expected.into(), got }
 }
 
 fn kind(value: &Value) -> &'static str {

@@ -4,20 +4,47 @@
 //! checkpoint holds beyond them is an error in the converter, and so is what it lacks.
 
 mod config;
+mod decoder;
+mod gpt;
+mod gpt2;
+mod gpt_neo;
 mod llama;
+mod mistral;
+mod names;
+mod qwen2;
+mod qwen3;
+mod rope;
+mod smollm3;
+
+use serde_json::{Map, Value};
 
 pub use config::{Config, FamilyError};
+pub use names::Tensors;
 
 use crate::spec::ModelSpec;
 
 /// A family: the `model_type`s it reads and how.
 struct Family {
     model_types: &'static [&'static str],
-    plan: fn(&Config) -> Result<FamilyPlan, FamilyError>,
+    /// What a nested config may leave out, as transformers' config class has it.
+    defaults: &'static str,
+    plan: fn(&Config, &dyn Tensors) -> Result<FamilyPlan, FamilyError>,
 }
 
 /// Every family this version reads.
-const FAMILIES: &[Family] = &[Family { model_types: &["llama"], plan: llama::plan }];
+const FAMILIES: &[Family] = &[
+    Family { model_types: &["llama"], defaults: llama::DEFAULTS, plan: llama::plan },
+    Family { model_types: &["mistral"], defaults: mistral::DEFAULTS, plan: mistral::plan },
+    Family {
+        model_types: &["qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text"],
+        defaults: qwen2::DEFAULTS,
+        plan: qwen2::plan,
+    },
+    Family { model_types: &["qwen3", "qwen3_vl_text"], defaults: qwen3::DEFAULTS, plan: qwen3::plan },
+    Family { model_types: &["smollm3"], defaults: smollm3::DEFAULTS, plan: smollm3::plan },
+    Family { model_types: &["gpt2"], defaults: gpt2::DEFAULTS, plan: gpt2::plan },
+    Family { model_types: &["gpt_neo"], defaults: gpt_neo::DEFAULTS, plan: gpt_neo::plan },
+];
 
 /// What a checkpoint becomes.
 #[derive(Debug, Clone)]
@@ -28,7 +55,9 @@ pub struct FamilyPlan {
     pub rules: Vec<Rule>,
     /// Endings of source tensor names that carry nothing (buffers saved by mistake).
     pub ignore: &'static [&'static str],
-    /// Things the user should know: config keys that were not understood.
+    /// Parts of a multimodal checkpoint that are left out, as components of tensor names. Empty for a text model.
+    pub others: &'static [&'static str],
+    /// Things the user should know: config keys that were not understood, sizes taken from the tensors.
     pub warnings: Vec<String>,
 }
 
@@ -41,6 +70,22 @@ pub struct Rule {
     pub source: String,
     /// Shape and kind.
     pub kind: RuleKind,
+    /// Which part of the module, and how it lies.
+    pub take: Take,
+}
+
+/// How a module of the source holds what a rule wants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Take {
+    /// A float weight has its inputs first: `[k, n]`. Packed codes never do, nor do GGUF files.
+    pub transposed: bool,
+    /// First output, and all outputs of the module, if only some are wanted.
+    pub part: Option<(usize, usize)>,
+}
+
+impl Take {
+    /// The whole module as it lies.
+    pub const WHOLE: Take = Take { transposed: false, part: None };
 }
 
 /// What a module is.
@@ -57,6 +102,18 @@ pub enum RuleKind {
     Vector {
         /// Elements.
         n: usize,
+    },
+    /// The vector `.bias` of a module, always float.
+    Bias {
+        /// Elements.
+        n: usize,
+    },
+    /// A table `[n, k]` of which rows are taken, never quantized: learned positions.
+    Table {
+        /// Rows.
+        n: usize,
+        /// Columns.
+        k: usize,
     },
     /// A table `[n, k]` of which rows are taken.
     Embedding {
@@ -84,94 +141,63 @@ impl FamilyPlan {
     }
 }
 
-/// Reads a `config.json` of any known family.
-pub fn plan(config: &serde_json::Value) -> Result<FamilyPlan, FamilyError> {
-    let config = Config::new(config)?;
-    let model_type = config.str("model_type")?;
-    let known = || FAMILIES.iter().flat_map(|f| f.model_types).copied().collect::<Vec<_>>().join(", ");
+/// Reads a `config.json` of any known family, with the tensors that it describes.
+///
+/// Of a multimodal model the text part is taken.
+pub fn plan(config: &Value, tensors: &dyn Tensors) -> Result<FamilyPlan, FamilyError> {
+    let outer = Config::new(config, "")?;
+    let (text, at) = text_part(config);
+    let wrapped = !at.is_empty() || WRAPS.iter().any(|key| outer.has(key));
+    let key = format!("{at}model_type");
+    let model_type = text.get("model_type");
+    let model_type = model_type.and_then(Value::as_str).ok_or_else(|| outer.wrong(&key, "a string", model_type))?;
     let family = FAMILIES.iter().find(|f| f.model_types.contains(&model_type));
-    let family = family.ok_or_else(|| FamilyError::ModelType { got: model_type.into(), known: known() })?;
-    let plan = (family.plan)(&config)?;
+    let family = family.ok_or_else(|| {
+        let known = FAMILIES.iter().flat_map(|f| f.model_types).copied().collect::<Vec<_>>().join(", ");
+        FamilyError::ModelType { key, got: model_type.into(), known }
+    })?;
+    let whole;
+    let mut text = text;
+    if !at.is_empty() {
+        whole = completed(config, text, family.defaults);
+        text = &whole;
+    }
+    let mut plan = (family.plan)(&Config::new(text, &at)?, tensors)?;
+    if wrapped {
+        plan.others = names::OTHER_PARTS;
+        plan.warnings.retain(|w| !WRAPS.iter().any(|key| w.contains(&format!(": {key} is not known"))));
+    }
     plan.spec.check().map_err(|e| FamilyError::Spec(e.to_string()))?;
     Ok(plan)
 }
 
-#[cfg(test)]
-mod tests {
-    use serde_json::{Value, json};
+/// Keys of a flat config that has other parts than text.
+const WRAPS: &[&str] = &["vision_config", "audio_config"];
 
-    use super::*;
-    use crate::spec::{Attn, RopeScaling};
-
-    fn config(change: Value) -> Value {
-        let mut config = json!({
-            "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320, "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 256, "rope_theta": 500000.0, "tie_word_embeddings": true,
-        });
-        for (key, value) in change.as_object().into_iter().flatten() {
-            config[key] = value.clone();
-        }
-        config
+/// The config of the text model and where it stands; the whole config of a text model.
+fn text_part(config: &Value) -> (&Value, String) {
+    let object = |key: &str| config.get(key).filter(|v| v.is_object());
+    if let Some(thinker) = object("thinker_config") {
+        let (text, at) = text_part(thinker);
+        return (text, format!("thinker_config.{at}"));
     }
-
-    fn rope(change: Value) -> crate::spec::Rope {
-        let Attn::Gqa { rope, .. } = plan(&config(change)).unwrap().spec.layers.remove(0).attn;
-        rope.unwrap()
-    }
-
-    #[test]
-    fn rules_and_spec_name_the_same_tensors() {
-        for tied in [true, false] {
-            let mut plan = plan(&config(json!({}))).unwrap();
-            assert!(plan.spec.tied_head && plan.warnings.is_empty());
-            plan.set_tied(tied);
-            let mut rules: Vec<_> = plan.rules.iter().map(|r| r.target.clone()).collect();
-            let mut needed: Vec<_> = plan.spec.tensors().into_iter().map(|t| t.name).collect();
-            rules.sort();
-            needed.sort();
-            assert_eq!(rules, needed);
-        }
-    }
-
-    #[test]
-    fn rope_is_read_in_the_old_and_the_new_way() {
-        assert_eq!(rope(json!({})), crate::spec::Rope { theta: 500000.0, scaling: RopeScaling::None });
-        let new = json!({"rope_theta": null, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}});
-        assert_eq!(rope(new).theta, 20000.0);
-        let linear = rope(json!({"rope_scaling": {"type": "linear", "factor": 4}}));
-        assert_eq!(linear.scaling, RopeScaling::Linear { factor: 4.0 });
-        let llama3 = json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}});
-        assert!(matches!(rope(llama3).scaling, RopeScaling::Llama3 { original_context: 8192, .. }));
-    }
-
-    #[test]
-    fn what_would_change_the_mathematics_is_refused_by_name() {
-        for (change, words) in [
-            (json!({"model_type": "mamba"}), "model_type \"mamba\""),
-            (json!({"attention_bias": true}), "attention_bias is true"),
-            (json!({"hidden_act": "gelu"}), "hidden_act"),
-            (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"),
-            (json!({"rope_scaling": {"type": "yarn", "factor": 2}}), "rope_type"),
-            (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling.factor"),
-            (json!({"rope_scaling": {"type": "linear", "factor": 0}}), "must be finite and positive"),
-            (json!({"rope_scaling": {"rope_type": 3}}), "rope_type: expected a string"),
-            (json!({"rms_norm_eps": -1.0}), "eps is -1"),
-            (json!({"rms_norm_eps": 1e39}), "rms_norm_eps: expected a number that fits 32 bits"),
-            (json!({"rope_scaling": {"factor": 8.0}}), "rope_type: expected a string"),
-            (json!({"rope_scaling": {"rope_type": null, "type": "dynamic"}}), "dynamic"),
-            (json!({"rope_scaling": "linear"}), "rope_scaling: expected an object"),
-            (json!({"hidden_size": "64"}), "hidden_size"),
-            (json!({"num_hidden_layers": 1_000_000_000}), "num_hidden_layers"),
-            (json!({"num_key_value_heads": 3}), "kv_heads"),
-            (json!({"head_dim": 7}), "head_dim"),
-        ] {
-            let error = plan(&config(change)).unwrap_err().to_string();
-            assert!(error.contains(words), "{error}");
-        }
-        assert!(plan(&json!([])).is_err());
-        let plan = plan(&config(json!({"mlp_bias": false, "brand_new_key": 3}))).unwrap();
-        assert!(plan.warnings.len() == 1 && plan.warnings[0].contains("brand_new_key"));
-    }
+    let nested = ["text_config", "llm_config", "language_config"].into_iter();
+    nested.filter_map(|key| Some((object(key)?, format!("{key}.")))).next().unwrap_or((config, String::new()))
 }
+
+/// A nested config with what its class assumes. Its head is tied unless all that is said denies it: where a checkpoint
+/// has a head of its own, that is seen by its tensor.
+fn completed(outer: &Value, text: &Value, defaults: &str) -> Value {
+    let mut all: Map<String, Value> = serde_json::from_str(defaults).unwrap_or_default();
+    let said = text.as_object().into_iter().flatten();
+    for (key, value) in said.filter(|(k, v)| !(v.is_null() && defaults.contains(&format!("{k:?}")))) {
+        all.insert(key.clone(), value.clone());
+    }
+    let said = [outer, text].map(|c| c.get("tie_word_embeddings").and_then(Value::as_bool));
+    let tied = said.contains(&Some(true)) || said == [None, None];
+    all.insert("tie_word_embeddings".into(), tied.into());
+    Value::Object(all)
+}
+
+#[cfg(test)]
+mod tests;

@@ -49,7 +49,7 @@ pub fn model(shape: &str, group: u32) -> Result<ModelFile, Box<dyn Error>> {
     if group == 0 || !group.is_multiple_of(32) || group > 1 << 16 {
         return Err(Usage(format!("--group: {group} is not a multiple of 32 up to 65536")).into());
     }
-    let plan = family::plan(&config(shape)?)?;
+    let plan = family::plan(&config(shape)?, &())?;
     let scheme = |name: &str, dims: &[u64]| match (name, dims.len()) {
         (_, 1) => Scheme::Float(FloatType::F32),
         ("embed" | "head", _) => Scheme::Int { bits: 8, group: 32, zero: ZeroKind::Mid, scale: FloatType::F16 },

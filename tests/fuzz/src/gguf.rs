@@ -39,7 +39,7 @@ pub fn passes(input: &[u8]) -> bool {
     extended(&head, len, |bytes| {
         let gguf = gguf::parse(bytes).ok();
         let checkpoint = gguf.as_ref().and_then(|g| gguf::checkpoint(g, "m").ok());
-        checkpoint.is_some_and(|c| family::plan(&c.config).is_ok())
+        checkpoint.is_some_and(|c| family::plan(&c.config, &c).is_ok())
     })
 }
 
@@ -75,8 +75,8 @@ fn used(gguf: &Gguf, bytes: &[u8]) {
     if let Some(json) = &checkpoint.tokenizer {
         serde_json::from_slice::<serde::de::IgnoredAny>(json).expect("tokenizer.json is JSON");
     }
-    // At most 4096 layers, each with nine rules of two names.
-    match bounded("plan", bytes.len(), 16 << 20, 16, || family::plan(&checkpoint.config)) {
+    // At most 4096 layers, each with up to 20 rules of two names.
+    match bounded("plan", bytes.len(), 64 << 20, 16, || family::plan(&checkpoint.config, &checkpoint)) {
         Err(e) => assert!(!e.to_string().is_empty()),
         Ok(plan) => plan.spec.check().expect("a planned spec was checked"),
     }
