@@ -11,6 +11,7 @@ use crate::support::{
     Scratch, fixture,
     golden::{Golden, distance, margin},
     model::{self, Run, Sequence, kept},
+    skip,
 };
 
 /// Largest deviation of default mode, as a share of the logit range.
@@ -92,6 +93,56 @@ fn awq_g64() {
 }
 
 #[test]
+fn awq_gemv_fast() {
+    parity("models/llama-awq-w4-g64-gemv_fast", "awq");
+}
+
+#[test]
+fn gptq_two_bits() {
+    parity("models/llama-gptq-w2-g32-sym", "gptq");
+}
+
+#[test]
+fn gptq_two_bits_asymmetric() {
+    parity("models/llama-gptq_v2-w2-g64-asym", "gptq");
+}
+
+#[test]
+fn gptq_three_bits() {
+    parity("models/llama-gptq-w3-g32-sym", "gptq");
+}
+
+#[test]
+fn gptq_act_order() {
+    parity("models/llama-gptq-w4-g32-sym-descact", "gptq");
+}
+
+#[test]
+fn gptq_act_order_asymmetric() {
+    parity("models/llama-gptq_v2-w4-g32-asym-descact", "gptq");
+}
+
+/// Every GPTQ and AWQ checkpoint of the folder that QUERN_SHARED names, of families that there are.
+#[test]
+fn all_gptq_and_awq_checkpoints() {
+    let Some(shared) = std::env::var_os("QUERN_SHARED") else {
+        return skip("all_gptq_and_awq_checkpoints", "needs QUERN_SHARED=<folder with fixtures/tiny-quant>");
+    };
+    let mut count = 0;
+    for entry in std::fs::read_dir(Path::new(&shared).join("fixtures/tiny-quant")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let Some((family, rest)) = name.split_once('-') else { continue };
+        let method = ["gptq", "awq"].into_iter().find(|m| rest.starts_with(m));
+        if let (Some(method), "llama") = (method, family) {
+            parity_of(&name, &path, method);
+            count += 1;
+        }
+    }
+    assert!(count >= 15, "{count} checkpoints");
+}
+
+#[test]
 fn gguf_f32() {
     parity("gguf/llama-f32", "gguf");
 }
@@ -133,11 +184,14 @@ fn every_fixture_has_a_test() {
 }
 
 fn parity(name: &str, method: &str) {
-    let dir = fixture(name);
-    let golden = Golden::read(&dir);
+    parity_of(name, &fixture(name), method);
+}
+
+fn parity_of(name: &str, dir: &Path, method: &str) {
+    let golden = Golden::read(dir);
     let scratch = Scratch::new("parity");
     let gguf = dir.join("model.gguf");
-    let source: &Path = if gguf.exists() { &gguf } else { &dir };
+    let source: &Path = if gguf.exists() { &gguf } else { dir };
     let (report, file) = kept(source, &scratch);
     assert_eq!(report.method, method, "{name}");
 

@@ -137,6 +137,8 @@ pub struct Verified {
     pub minima: u64,
     /// Float elements equal to the source's.
     pub floats: u64,
+    /// Floats equal to what the source's codes mean.
+    pub values: u64,
     /// Codes that we made, each the nearest to its float weight.
     pub nearest: u64,
     /// Elements rounded to f16, each the nearest to its float weight.
@@ -150,6 +152,7 @@ impl std::ops::AddAssign for Verified {
         self.zeros += o.zeros;
         self.minima += o.minima;
         self.floats += o.floats;
+        self.values += o.values;
         self.nearest += o.nearest;
         self.rounded += o.rounded;
     }
@@ -172,6 +175,9 @@ impl fmt::Display for Verified {
         let mut parts = vec![];
         if !equal.is_empty() {
             parts.push(format!("{} equal to the source", equal.join(", ")));
+        }
+        if self.values > 0 {
+            parts.push(format!("{} f32 values equal to what the source's codes mean", grouped(self.values)));
         }
         for (count, what) in [(self.nearest, "codes"), (self.rounded, "f16 values")] {
             if count > 0 {

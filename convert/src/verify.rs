@@ -3,72 +3,156 @@
 //! The file is read through the layout's own definition ([`Shape::code`]) and the source through the
 //! format's ([`Integers::code`]); neither goes through the code that wrote the file.
 
+use std::ops::Range;
+
 use half::f16;
 use quern_models::{FloatType, PANEL, SUPER, Scheme, TensorView, ZeroKind, p64::Shape};
 use rayon::prelude::*;
 
 use crate::{
     ConvertError, Verified,
-    import::{Coding, IntShape, Integers, float::Floats, rtn},
+    import::{Coding, IntShape, Integers, float::Floats, order::Ordered, rtn},
 };
 
 /// Compares every code, scale, zero-point and minimum of an imported tensor.
 pub fn integers<T: Integers + ?Sized>(name: &str, source: &T, view: &TensorView) -> Result<Verified, ConvertError> {
     let s = source.shape();
     check_scheme(name, view, s.scheme(), s.n, s.k)?;
-    let at = Shape::new(s.n, s.k, s.bits, s.group);
+    groups(name, source)?;
     each_panel(s.n, |rows| {
         // In tiles of 64 columns, so that neither side's order is far from memory's.
-        for col0 in (0..s.k).step_by(64) {
-            for row in rows.clone() {
-                for col in col0..s.k.min(col0 + 64) {
-                    let (expected, got) = (source.code(row, col), at.code(view.codes, row, col));
-                    if expected != got {
-                        return Err(differ(name, format!("code [{row}, {col}]"), expected, got));
-                    }
-                }
+        (0..s.k).step_by(64).try_for_each(|col| codes(name, source, view, rows.clone(), col..s.k.min(col + 64)))?;
+        cells(name, source, view, rows)
+    })?;
+    Ok(compared(s))
+}
+
+/// The same for a tensor whose rows and columns were moved, by whole columns: a column's codes lie together in the
+/// source, wherever its rows went.
+pub fn moved(name: &str, source: &Ordered, view: &TensorView) -> Result<Verified, ConvertError> {
+    let s = source.shape();
+    check_scheme(name, view, s.scheme(), s.n, s.k)?;
+    groups(name, source)?;
+    let blocks = (0..s.k.div_ceil(64)).into_par_iter();
+    blocks.try_for_each(|b| codes(name, source, view, 0..s.n, b * 64..s.k.min((b + 1) * 64)))?;
+    each_panel(s.n, |rows| cells(name, source, view, rows))?;
+    Ok(compared(s))
+}
+
+/// Checks that every column has come into its group.
+fn groups<T: Integers + ?Sized>(name: &str, source: &T) -> Result<(), ConvertError> {
+    let s = source.shape();
+    match (0..s.k).find(|&col| source.group_of(col) != col / s.group) {
+        None => Ok(()),
+        Some(col) => Err(differ(name, format!("group of column {col}"), source.group_of(col), col / s.group)),
+    }
+}
+
+/// Compares the codes of some rows and columns.
+fn codes<T: Integers + ?Sized>(
+    name: &str,
+    source: &T,
+    view: &TensorView,
+    rows: Range<usize>,
+    cols: Range<usize>,
+) -> Result<(), ConvertError> {
+    let s = source.shape();
+    let at = Shape::new(s.n, s.k, s.bits, s.group);
+    for row in rows {
+        for col in cols.clone() {
+            let (expected, got) = (source.code(row, col), at.code(view.codes, row, col));
+            if expected != got {
+                return Err(differ(name, format!("code [{row}, {col}]"), expected, got));
             }
         }
-        for row in rows {
-            for g in 0..s.groups() {
-                let cell = at.cell(row, g);
-                if s.coding == Coding::Nested {
-                    nested(name, source, view, row, g)?;
+    }
+    Ok(())
+}
+
+/// Compares scales, zero-points and minima of some rows.
+fn cells<T: Integers + ?Sized>(
+    name: &str,
+    source: &T,
+    view: &TensorView,
+    rows: Range<usize>,
+) -> Result<(), ConvertError> {
+    let s = source.shape();
+    let at = Shape::new(s.n, s.k, s.bits, s.group);
+    for row in rows {
+        for g in 0..s.groups() {
+            let cell = at.cell(row, g);
+            if s.coding == Coding::Nested {
+                nested(name, source, view, row, g)?;
+                continue;
+            }
+            let (expected, got) = (source.scale(row, g), s.scale.read(view.scales, cell));
+            if expected.to_bits() != got.to_bits() {
+                return Err(differ(name, format!("scale [{row}, {g}]"), expected, got));
+            }
+            let (expected, got) = match s.zero {
+                _ if s.coding != Coding::Plain => continue,
+                // Not stored in the file: those that the source stores must all be what the scheme implies.
+                ZeroKind::Mid => (source.zero(row, g), s.mid()),
+                ZeroKind::Code => (source.zero(row, g), at.zero(view.zeros, row, g)),
+                ZeroKind::Min => {
+                    let (expected, got) = (source.min(row, g), s.scale.read(view.zeros, cell));
+                    if expected.to_bits() != got.to_bits() {
+                        return Err(differ(name, format!("minimum [{row}, {g}]"), expected, got));
+                    }
                     continue;
                 }
-                let (expected, got) = (source.scale(row, g), s.scale.read(view.scales, cell));
-                if expected.to_bits() != got.to_bits() {
-                    return Err(differ(name, format!("scale [{row}, {g}]"), expected, got));
-                }
-                let (expected, got) = match s.zero {
-                    _ if s.coding != Coding::Plain => continue,
-                    // Not stored in the file: those that the source stores must all be what the scheme implies.
-                    ZeroKind::Mid => (source.zero(row, g), s.mid()),
-                    ZeroKind::Code => (source.zero(row, g), at.zero(view.zeros, row, g)),
-                    ZeroKind::Min => {
-                        let (expected, got) = (source.min(row, g), s.scale.read(view.zeros, cell));
-                        if expected.to_bits() != got.to_bits() {
-                            return Err(differ(name, format!("minimum [{row}, {g}]"), expected, got));
-                        }
-                        continue;
-                    }
-                };
-                if expected != got {
-                    return Err(differ(name, format!("zero-point [{row}, {g}]"), expected, got));
-                }
+            };
+            if expected != got {
+                return Err(differ(name, format!("zero-point [{row}, {g}]"), expected, got));
             }
         }
-        Ok(())
-    })?;
+    }
+    Ok(())
+}
+
+fn compared(s: IntShape) -> Verified {
     let cells = (s.n * s.groups()) as u64;
     let count = |kind| if s.zero == kind { cells } else { 0 };
-    Ok(Verified {
+    Verified {
         codes: (s.n * s.k) as u64,
         scales: cells,
         zeros: count(ZeroKind::Code),
         minima: count(ZeroKind::Min),
         ..Verified::default()
-    })
+    }
+}
+
+/// Compares the values of a tensor of codes that is stored as floats.
+pub fn values(name: &str, source: &Ordered, view: &TensorView) -> Result<Verified, ConvertError> {
+    let s = source.shape();
+    check_scheme(name, view, Scheme::Float(FloatType::F32), s.n, s.k)?;
+    each_panel(s.n, |rows| {
+        for (row, col) in rows.flat_map(|row| (0..s.k).map(move |col| (row, col))) {
+            let (expected, got) = (source.value(row, col), view.at(row, col));
+            if expected.to_bits() != got.to_bits() {
+                return Err(differ(name, format!("value [{row}, {col}]"), expected, got));
+            }
+        }
+        Ok(())
+    })?;
+    Ok(Verified { values: (s.n * s.k) as u64, ..Verified::default() })
+}
+
+/// Compares an order of columns, and checks that it is one.
+pub fn order(name: &str, source: &[u32], view: &TensorView) -> Result<Verified, ConvertError> {
+    check_scheme(name, view, Scheme::Order, 1, source.len())?;
+    let mut seen = vec![false; source.len()];
+    for (i, &expected) in source.iter().enumerate() {
+        let got = view.order(i);
+        if got != expected {
+            return Err(differ(name, format!("place {i}"), expected, got));
+        }
+        if seen.get(got as usize) != Some(&false) {
+            return Err(differ(name, format!("place {i}"), "a column that has none yet", got));
+        }
+        seen[got as usize] = true;
+    }
+    Ok(Verified::default())
 }
 
 /// Compares both levels of a group's scale and minimum.
@@ -140,7 +224,7 @@ pub fn floats(name: &str, source: &Floats, stored: FloatType, view: &TensorView)
     each_panel(source.n, |rows| {
         for row in rows {
             let got = &view.codes[row * source.k * size..][..source.k * size];
-            if stored == source.kind && *got == *source.row(row) {
+            if stored == source.kind && source.arrange.cols.is_none() && *got == *source.row(row) {
                 continue;
             }
             for col in 0..source.k {
@@ -161,10 +245,7 @@ pub fn floats(name: &str, source: &Floats, stored: FloatType, view: &TensorView)
     })
 }
 
-fn each_panel(
-    n: usize,
-    check: impl Fn(std::ops::Range<usize>) -> Result<(), ConvertError> + Sync,
-) -> Result<(), ConvertError> {
+fn each_panel(n: usize, check: impl Fn(Range<usize>) -> Result<(), ConvertError> + Sync) -> Result<(), ConvertError> {
     (0..n.div_ceil(PANEL)).into_par_iter().try_for_each(|p| check(p * PANEL..n.min((p + 1) * PANEL)))
 }
 

@@ -133,8 +133,9 @@ fn name(source: &Path) -> String {
 /// The closing table, one row per scheme.
 fn closing(report: &Report) -> String {
     let row = |scheme: &str, tensors: usize, weights: u64, bytes: u64| {
-        let bits = bytes as f64 * 8.0 / weights.max(1) as f64;
-        format!("{scheme:<24} {tensors:>8} {:>15} {:>10} {bits:>12.2}\n", grouped(weights), size(bytes))
+        // Orders of columns are no weights.
+        let bits = if weights == 0 { String::new() } else { format!("{:.2}", bytes as f64 * 8.0 / weights as f64) };
+        format!("{scheme:<24} {tensors:>8} {:>15} {:>10} {bits:>12}\n", grouped(weights), size(bytes))
     };
     let mut text =
         format!("{:<24} {:>8} {:>15} {:>10} {:>12}\n", "scheme", "tensors", "weights", "size", "bits/weight");

@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::awq::Packing;
 use crate::ConvertError;
 
 /// How integers are packed.
@@ -9,7 +10,7 @@ use crate::ConvertError;
 pub enum Method {
     /// AutoGPTQ, GPTQModel, AutoRound: codes packed along the columns of W.
     Gptq,
-    /// AutoAWQ `gemm`: codes packed along the rows of W.
+    /// AutoAWQ: codes packed along the rows of W, but for its orders for other kernels.
     Awq,
 }
 
@@ -30,6 +31,8 @@ pub struct Hint {
     pub file: String,
     /// Method claimed.
     pub method: Option<Method>,
+    /// Order of bytes claimed, of an AWQ checkpoint.
+    pub packing: Option<Packing>,
     /// Bits claimed.
     pub bits: Option<u64>,
     /// Columns of a group claimed; `None` also for one group per row (-1).
@@ -64,16 +67,10 @@ impl Hint {
         if flag(&["is_marlin_format"]) == Some(true) {
             return refuse("marlin", PLAIN);
         }
-        if text(&["backend"]).is_some_and(|b| b == "llm-awq") {
-            return refuse("llm-awq", GEMM);
-        }
         for key in ["rotation", "rotation_config", "adapter"] {
             if get(&[key]).is_some_and(|v| v.as_str() != Some("")) {
                 return refuse(&format!("with {key}"), "the runtime would have to apply it; quantize again without it");
             }
-        }
-        if let Some(pack) = text(&["pack_dtype"]).filter(|p| p != "int32" && p != "torch.int32") {
-            return refuse(&format!("packed in {pack}"), "quantize again with pack_dtype int32");
         }
         let method = match said.as_deref() {
             Some("gptq") => Some(Method::Gptq),
@@ -84,19 +81,37 @@ impl Hint {
             None => None,
             Some(other) => return refuse(other, "this version imports GPTQ and AWQ checkpoints, float ones and GGUF"),
         };
-        if method == Some(Method::Awq) && !["", "gemm"].contains(&format.as_str()) {
-            return refuse(&format!("awq {format}"), GEMM);
+        let awq_order = match format.as_str() {
+            _ if method != Some(Method::Awq) => None,
+            _ if text(&["backend"]).is_some_and(|b| b == "llm-awq") => Some(Packing::Fast),
+            "gemv_fast" | "llm-awq" => Some(Packing::Fast),
+            "gemv" => Some(Packing::Gemv),
+            "gemm" => Some(Packing::Gemm),
+            "" => None,
+            other => return refuse(&format!("awq {other}"), PLAIN),
+        };
+        // The 16-bit words of the fast order are a layout of their own.
+        let int16 = |p: &str| awq_order == Some(Packing::Fast) && p == "int16";
+        if let Some(pack) =
+            text(&["pack_dtype"]).filter(|p| !["int32", "torch.int32"].contains(&p.as_str()) && !int16(p))
+        {
+            return refuse(&format!("packed in {pack}"), "quantize again with pack_dtype int32");
         }
-        let auto_round = said.is_some_and(|s| s.contains("round")) && packing != "auto_round:auto_gptq";
+        let auto_round = said.is_some_and(|s| s.contains("round"));
+        if let Some(kind) = text(&["data_type"]).filter(|kind| auto_round && !kind.starts_with("int")) {
+            return refuse(&format!("auto-round with {kind} weights"), LATER);
+        }
+        let less = packing.ends_with(":auto_gptq") || packing.ends_with(":gptq");
         let group = get(&["group_size", "q_group_size"]).and_then(Value::as_i64);
         let tools = config.get("meta").and_then(|m| m.get("quantizer")).or(config.get("autoround_version"));
         Ok(Hint {
             file: file.into(),
             method,
+            packing: awq_order,
             bits: get(&["bits", "w_bit", "wbits"]).and_then(Value::as_u64),
             group: group.and_then(|g| usize::try_from(g).ok()).filter(|&g| g > 0),
             sym: flag(&["sym"]).or(flag(&["zero_point"]).map(|z| !z)),
-            zeros_as_stored: format == "gptq_v2" || auto_round,
+            zeros_as_stored: format == "gptq_v2" || auto_round && !less,
             per_module: ["dynamic", "extra_config"].iter().any(|k| get(&[k]).is_some_and(filled)),
             tools: tools.map(texts).unwrap_or_default(),
         })
@@ -116,7 +131,7 @@ fn texts(value: &Value) -> Vec<String> {
 }
 
 /// Formats refused by name, as `quant_method`, `format` or `packing_format` spell them, and what to do instead.
-const REFUSED: [(&str, &str); 3] = [
+const REFUSED: [(&str, &str); 2] = [
     (
         "hqq aqlm vptq exl2 exl3 spqr quip quip# eetq higgs quanto torchao bitnet marlin marlin24 gptq_marlin \
          awq_marlin bitblas ipex gptq_p paroquant sinq qqq",
@@ -127,19 +142,16 @@ const REFUSED: [(&str, &str); 3] = [
          modelopt modelopt_fp4 mxfp4 nvfp4",
         LATER,
     ),
-    ("gemv gemv_fast llm-awq", GEMM),
 ];
 const PLAIN: &str =
     "take the model's ordinary GPTQ or AWQ (gemm) version, or convert the float checkpoint with --quant int4";
 const LATER: &str = "its import comes with a later version; take a GPTQ or AWQ (gemm) version, or convert the float \
                      checkpoint with --quant int4";
-const GEMM: &str = "this version imports AWQ in the gemm layout; take the gemm version, or convert the float checkpoint \
-                    with --quant int4";
-
 fn refused(name: &str) -> Option<(&str, &'static str)> {
     let listed = REFUSED.iter().find(|(names, _)| names.split_whitespace().any(|n| n == name));
     // auto_round:fp8, auto_round:llm_compressor, ...
-    let nested = name.split_once(':').filter(|(_, rest)| !["auto_gptq", "auto_awq", "gptqmodel"].contains(rest));
+    let nested =
+        name.split_once(':').filter(|(_, rest)| !["auto_gptq", "gptq", "auto_awq", "awq", "gptqmodel"].contains(rest));
     listed.map(|(_, next)| (name, *next)).or(nested.map(|_| (name, LATER)))
 }
 
@@ -181,8 +193,8 @@ mod tests {
             (json!({"quant_method": "gptq", "format": "gptq_p"}), "gptq_p"),
             (json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}), "compressed-tensors"),
             (json!({"quant_method": "fp8"}), "fp8"),
-            (json!({"quant_method": "awq", "version": "gemv"}), "gemv"),
-            (json!({"quant_method": "awq", "version": "gemv_fast"}), "gemv_fast"),
+            (json!({"quant_method": "awq", "version": "other"}), "awq other"),
+            (json!({"quant_method": "awq", "version": "gemm", "pack_dtype": "int16"}), "int16"),
             (json!({"quant_method": "gptq", "pack_dtype": "int16"}), "int16"),
             (json!({"quant_method": "gptq", "rotation": "hadamard"}), "rotation"),
             (json!({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}), "auto_round"),

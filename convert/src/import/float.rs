@@ -6,6 +6,7 @@ use half::{bf16, f16};
 use quern_models::{FloatType, family::Take};
 use rayon::prelude::*;
 
+use super::order::Arrange;
 use crate::{
     ConvertError,
     source::{Dtype, RawTensor, Rows},
@@ -26,6 +27,8 @@ pub struct Floats<'a> {
     first: usize,
     /// Stored as `[k, columns]`: an element's row is its column there.
     columns: Option<usize>,
+    /// Where rows and columns come from, after the order in which the source stores them.
+    pub arrange: Arrange,
 }
 
 impl<'a> Floats<'a> {
@@ -55,33 +58,33 @@ impl<'a> Floats<'a> {
             [n] if raw.rows == Rows::InOrder => (1, n, &raw.bytes[first * kind.size()..(first + n) * kind.size()], 0),
             _ => (shape.iter().product(), 1, raw.bytes, first),
         };
-        let columns = take.transposed.then_some(all);
-        Ok(Floats { n, k, kind, bytes, rows: raw.rows, first, columns })
+        let (columns, arrange) = (take.transposed.then_some(all), Arrange::default());
+        Ok(Floats { n, k, kind, bytes, rows: raw.rows, first, columns, arrange })
     }
 
-    /// Index of an element in the stored tensor.
+    /// Index of an element in the stored tensor, by its column in the source.
     #[inline]
-    fn index(&self, row: usize, col: usize) -> usize {
+    fn index(&self, row: usize, source_col: usize) -> usize {
+        let row = self.first + self.arrange.row(row);
         match self.columns {
-            Some(columns) => col * columns + self.first + row,
-            None => self.rows.stored(self.first + row) * self.k + col,
+            Some(columns) => source_col * columns + row,
+            None => self.rows.stored(row) * self.k + source_col,
         }
     }
 
     /// Element of a row.
     #[inline]
     pub fn at(&self, row: usize, col: usize) -> f32 {
-        self.kind.read(self.bytes, self.index(row, col))
+        self.kind.read(self.bytes, self.index(row, self.arrange.col(col)))
     }
 
     /// Elements `cols` of a row into `out`, which is emptied first.
     pub fn decode(&self, row: usize, cols: Range<usize>, out: &mut Vec<f32>) {
-        let size = self.kind.size();
         out.clear();
-        if self.columns.is_some() {
-            out.extend(cols.map(|col| self.at(row, col)));
-            return;
+        if self.arrange.cols.is_some() || self.columns.is_some() {
+            return out.extend(cols.map(|col| self.at(row, col)));
         }
+        let size = self.kind.size();
         let bytes = &self.row(row)[cols.start * size..cols.end * size];
         match self.kind {
             FloatType::F32 => out.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
@@ -90,7 +93,7 @@ impl<'a> Floats<'a> {
         }
     }
 
-    /// Bytes of a row.
+    /// Bytes of a row, its columns in the order of the source.
     pub fn row(&self, row: usize) -> Cow<'a, [u8]> {
         let size = self.kind.size();
         if self.columns.is_some() {
@@ -111,7 +114,8 @@ impl<'a> Floats<'a> {
         match found {
             None => Ok(()),
             Some((row, col)) => {
-                let got = format!("{} at [{row}, {col}]; is the download damaged?", self.at(row, col));
+                let x = self.kind.read(&self.row(row), col);
+                let got = format!("{x} at [{row}, {col}]; is the download damaged?");
                 Err(ConvertError::tensor(name, "weights", "finite numbers", got))
             }
         }
@@ -120,12 +124,19 @@ impl<'a> Floats<'a> {
     /// The elements as they are, in order. One that is not finite is an error.
     pub fn kept(&self, name: &str) -> Result<Cow<'a, [u8]>, ConvertError> {
         self.finite(name)?;
-        if self.rows == Rows::InOrder && self.columns.is_none() {
-            let row = self.k * self.kind.size();
+        let size = self.kind.size();
+        if self.rows == Rows::InOrder && self.columns.is_none() && self.arrange.is_natural() {
+            let row = self.k * size;
             return Ok(Cow::Borrowed(&self.bytes[self.first * row..][..self.n * row]));
         }
-        let mut out = Vec::with_capacity(self.n * self.k * self.kind.size());
-        (0..self.n).for_each(|row| out.extend_from_slice(&self.row(row)));
+        let mut out = Vec::with_capacity(self.n * self.k * size);
+        for row in 0..self.n {
+            let bytes = self.row(row);
+            match &self.arrange.cols {
+                None => out.extend_from_slice(&bytes),
+                Some(cols) => cols.iter().for_each(|&col| out.extend_from_slice(&bytes[col as usize * size..][..size])),
+            }
+        }
         Ok(Cow::Owned(out))
     }
 

@@ -10,13 +10,18 @@ pub mod blocks;
 pub mod config;
 pub mod float;
 pub mod gptq;
+pub mod order;
+mod packed;
 pub mod part;
+pub mod refused;
 pub mod rtn;
 
 use half::f16;
 use quern_models::{FloatType, Mini, PANEL, Scheme, ZeroKind};
 
-use crate::{ConvertError, source::Dtype, source::RawTensor};
+use self::order::Columns;
+pub use self::packed::{Scales, Words};
+pub(crate) use self::packed::{group_of, nibbles};
 
 /// What the numbers of a quantized tensor are, and its shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +32,7 @@ pub struct IntShape {
     pub k: usize,
     /// 4 or 8.
     pub bits: u8,
-    /// Columns that share a scale; a multiple of 32.
+    /// Columns that share a scale; a multiple of 16.
     pub group: usize,
     /// Zero-point kind.
     pub zero: ZeroKind,
@@ -87,6 +92,11 @@ pub trait Integers: Send + Sync {
     /// Code of an element. The definition.
     fn code(&self, row: usize, col: usize) -> u8;
 
+    /// Group of a column, which [`order`](Self::order) puts in place. The definition.
+    fn group_of(&self, col: usize) -> usize {
+        col / self.shape().group
+    }
+
     /// Scale of a group.
     fn scale(&self, row: usize, group: usize) -> f32;
 
@@ -105,6 +115,37 @@ pub trait Integers: Send + Sync {
         [Level2 { upper: f16::ZERO, lower: 0 }; 2]
     }
 
+    /// The order in which columns have to be stored so that groups are contiguous.
+    fn order(&self) -> Columns {
+        if self.shape().groups() == 1 { Columns::Any } else { Columns::Natural }
+    }
+
+    /// Bits of a code in the source.
+    fn source_bits(&self) -> u8 {
+        self.shape().bits
+    }
+
+    /// Why the file's schemes cannot hold the tensor, so that its [`value`](Self::value)s are stored instead.
+    fn misfit(&self) -> Option<String> {
+        None
+    }
+
+    /// The number that an element is, in f32 arithmetic as [`quern_models::TensorView::at`] does it.
+    fn value(&self, row: usize, col: usize) -> f32 {
+        let (shape, code, group) = (self.shape(), self.code(row, col), self.group_of(col));
+        if let Coding::Mini(kind) = shape.coding {
+            return self.scale(row, group) * kind.value(code);
+        }
+        let (scale, min) = match shape.coding {
+            Coding::Nested => self.nested(row, group).map(|l| l.upper.to_f32() * l.lower as f32).into(),
+            _ => (self.scale(row, group), self.min(row, group)),
+        };
+        match shape.zero {
+            ZeroKind::Min => scale * code as f32 + min,
+            _ => scale * (code as f32 - self.zero(row, group) as f32),
+        }
+    }
+
     /// Codes of the rows of a panel into `out`, `[rows][stride]`, the first `k` of every row. What is not written
     /// keeps the middle code that `out` comes with.
     fn fill(&self, panel: usize, stride: usize, out: &mut [u8]) {
@@ -120,165 +161,4 @@ pub trait Integers: Send + Sync {
 /// Rows of a panel that exist.
 pub(crate) fn rows_of(n: usize, panel: usize) -> usize {
     (n - panel * PANEL).min(PANEL)
-}
-
-/// Scales `[groups][n]` as GPTQ and AWQ store them.
-#[derive(Debug, Clone, Copy)]
-pub struct Scales<'a> {
-    kind: FloatType,
-    bytes: &'a [u8],
-    groups: usize,
-    n: usize,
-}
-
-impl<'a> Scales<'a> {
-    /// Checks type, shape and that all are finite.
-    pub fn new(name: &str, raw: &RawTensor<'a>, n: usize) -> Result<Self, ConvertError> {
-        let Dtype::Float(kind) = raw.dtype else {
-            return Err(ConvertError::tensor(name, "type", "f16, bf16 or f32", raw.dtype.name()));
-        };
-        let [groups, cols] = raw.shape[..] else {
-            return Err(ConvertError::tensor(name, "shape", format!("[groups, {n}]"), format!("{:?}", raw.shape)));
-        };
-        if cols != n as u64 || groups == 0 {
-            return Err(ConvertError::tensor(name, "shape", format!("[groups, {n}]"), format!("{:?}", raw.shape)));
-        }
-        let scales = Scales { kind, bytes: raw.bytes, groups: groups as usize, n };
-        if let Some(i) = scales.iter().position(|s| !s.is_finite()) {
-            let got = format!("{} for row {}, group {}", kind.read(raw.bytes, i), i % n, i / n);
-            return Err(ConvertError::tensor(name, "scales", "finite numbers", got));
-        }
-        Ok(scales)
-    }
-
-    /// Groups of a row.
-    pub fn groups(&self) -> usize {
-        self.groups
-    }
-
-    /// Scale of a group.
-    #[inline]
-    pub fn at(&self, row: usize, group: usize) -> f32 {
-        self.kind.read(self.bytes, group * self.n + row)
-    }
-
-    /// The type to store: f16 where it holds all of them exactly, else the source's own.
-    pub fn stored(&self) -> FloatType {
-        match self.kind {
-            FloatType::F16 => FloatType::F16,
-            other if self.iter().any(|s| f16::from_f32(s).to_f32().to_bits() != s.to_bits()) => other,
-            _ => FloatType::F16,
-        }
-    }
-
-    fn iter(&self) -> impl Iterator<Item = f32> + '_ {
-        (0..self.groups * self.n).map(|i| self.kind.read(self.bytes, i))
-    }
-}
-
-/// A tensor of 32-bit words `[rows, cols]`, as packed codes come.
-#[derive(Debug, Clone, Copy)]
-pub struct Words<'a> {
-    bytes: &'a [u8],
-    /// Words of a row.
-    pub cols: usize,
-}
-
-impl<'a> Words<'a> {
-    /// Checks the type and that there are two dimensions, which are returned.
-    pub fn new(name: &str, raw: &RawTensor<'a>) -> Result<(Self, [usize; 2]), ConvertError> {
-        if raw.dtype != Dtype::I32 {
-            let got = format!("{} (pack_dtype); quantize again with pack_dtype int32", raw.dtype.name());
-            return Err(ConvertError::tensor(name, "type of packed codes", "i32", got));
-        }
-        let [rows, cols] = raw.shape[..] else {
-            return Err(ConvertError::tensor(name, "shape", "two dimensions", format!("{:?}", raw.shape)));
-        };
-        Ok((Words { bytes: raw.bytes, cols: cols as usize }, [rows as usize, cols as usize]))
-    }
-
-    /// One word.
-    #[inline]
-    pub fn at(&self, row: usize, col: usize) -> u32 {
-        let b = &self.bytes[(row * self.cols + col) * 4..][..4];
-        u32::from_le_bytes([b[0], b[1], b[2], b[3]])
-    }
-
-    /// All words, row by row.
-    pub fn iter(&self) -> impl Iterator<Item = u32> + use<'a> {
-        self.bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-    }
-}
-
-/// The eight nibbles of a word as bytes, lowest first.
-#[inline]
-pub(crate) fn nibbles(word: u32) -> [u8; 8] {
-    let x = word as u64;
-    let x = (x | x << 16) & 0x0000_ffff_0000_ffff;
-    let x = (x | x << 8) & 0x00ff_00ff_00ff_00ff;
-    ((x | x << 4) & 0x0f0f_0f0f_0f0f_0f0f).to_le_bytes()
-}
-
-/// Columns of a group, from the number of groups and, where that leaves a choice, what is claimed.
-///
-/// One group is the whole row, rounded up to 32 columns. Otherwise `claimed`, with the file or tensor
-/// that says it, is taken if it gives `groups`; without a claim the only power of two that does, or the
-/// exact quotient.
-pub(crate) fn group_of(
-    name: &str,
-    k: usize,
-    groups: usize,
-    claimed: Option<(usize, &str)>,
-) -> Result<usize, ConvertError> {
-    let gives = |g: usize| g > 0 && k.div_ceil(g) == groups;
-    let group = match claimed {
-        _ if groups == 1 => k.next_multiple_of(32),
-        Some((g, _)) if gives(g) => g,
-        Some((g, origin)) => {
-            let got = format!("{groups} for {k} columns");
-            let expected = format!("{} groups of the {g} columns that {origin} says", k.div_ceil(g.max(1)));
-            return Err(ConvertError::tensor(name, "groups", expected, got));
-        }
-        None if k.is_multiple_of(groups) && (k / groups).is_multiple_of(16) => k / groups,
-        None => (4..16).map(|p| 1 << p).find(|&g| gives(g)).ok_or_else(|| {
-            ConvertError::tensor(
-                name,
-                "groups",
-                "a number that a power of two of columns gives",
-                format!("{groups} for {k} columns"),
-            )
-        })?,
-    };
-    if group % 32 != 0 {
-        return Err(ConvertError::unsupported(
-            format!("tensor {name}: a group of {group} columns"),
-            "this version imports groups that are a multiple of 32; quantize again with group_size 32, 64 or 128",
-        ));
-    }
-    Ok(group)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn groups_come_from_shapes() {
-        let group = |k, groups, claimed| group_of("t", k, groups, claimed).map_err(|e| e.to_string());
-        assert_eq!(group(576, 5, None), Ok(128)); // partial: 4.5 groups
-        assert_eq!(group(576, 9, None), Ok(64));
-        assert_eq!(group(576, 6, None), Ok(96));
-        assert_eq!(group(576, 5, Some((128, "c"))), Ok(128));
-        assert_eq!(group(576, 1, Some((64, "c"))), Ok(576));
-        assert_eq!(group(100, 1, None), Ok(128));
-        let error = group(576, 9, Some((128, "t.g_idx"))).unwrap_err();
-        assert!(error.contains("expected 5 groups of the 128 columns that t.g_idx says, got 9"), "{error}");
-        assert!(group(128, 8, None).unwrap_err().contains("a group of 16 columns"));
-        assert!(group(100, 99, None).is_err());
-    }
-
-    #[test]
-    fn nibbles_are_lowest_first() {
-        assert_eq!(nibbles(0xfedc_ba98), [8, 9, 10, 11, 12, 13, 14, 15]);
-    }
 }

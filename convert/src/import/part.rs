@@ -2,18 +2,18 @@
 
 use quern_models::PANEL;
 
-use super::{IntShape, Integers, Level2};
+use super::{IntShape, Integers, Level2, order::Columns};
 
 /// `n` rows of a tensor from `first` on.
 pub struct Part<'a> {
-    of: &'a dyn Integers,
+    of: Box<dyn Integers + 'a>,
     first: usize,
     n: usize,
 }
 
 impl<'a> Part<'a> {
     /// The rows must be there.
-    pub fn new(of: &'a dyn Integers, first: usize, n: usize) -> Part<'a> {
+    pub fn new(of: Box<dyn Integers + 'a>, first: usize, n: usize) -> Part<'a> {
         assert!(first + n <= of.shape().n, "rows {first}.. of {}", of.shape().n);
         Part { of, first, n }
     }
@@ -26,6 +26,10 @@ impl Integers for Part<'_> {
 
     fn code(&self, row: usize, col: usize) -> u8 {
         self.of.code(self.first + row, col)
+    }
+
+    fn group_of(&self, col: usize) -> usize {
+        self.of.group_of(col)
     }
 
     fn scale(&self, row: usize, group: usize) -> f32 {
@@ -42,6 +46,22 @@ impl Integers for Part<'_> {
 
     fn nested(&self, row: usize, group: usize) -> [Level2; 2] {
         self.of.nested(self.first + row, group)
+    }
+
+    fn order(&self) -> Columns {
+        self.of.order()
+    }
+
+    fn source_bits(&self) -> u8 {
+        self.of.source_bits()
+    }
+
+    fn misfit(&self) -> Option<String> {
+        self.of.misfit()
+    }
+
+    fn value(&self, row: usize, col: usize) -> f32 {
+        self.of.value(self.first + row, col)
     }
 
     fn fill(&self, panel: usize, stride: usize, out: &mut [u8]) {

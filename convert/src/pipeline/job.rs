@@ -2,9 +2,18 @@
 
 use quern_models::{FileWriter, FloatType, Scheme, TensorPlan, TensorView};
 
+use rayon::prelude::*;
+
 use crate::{
     ConvertError, Verified,
-    import::{IntShape, Integers, float::Floats, gptq::Gptq, part::Part, rtn::Rtn},
+    import::{
+        IntShape, Integers,
+        float::Floats,
+        gptq::Gptq,
+        order::{Arrange, Order, Ordered},
+        part::Part,
+        rtn::Rtn,
+    },
     pack::pack,
     verify,
 };
@@ -17,34 +26,69 @@ pub(super) struct Job<'a> {
     pub origin: String,
     pub dims: Vec<u64>,
     pub data: Data<'a>,
-    /// First row, where only some rows of a tensor of codes are taken.
-    pub first: Option<usize>,
+    /// Rows of a tensor of codes that are still to be cut out: first, and how many. Floats take them themselves.
+    pub part: Option<(usize, usize)>,
+    /// Where rows and columns come from; floats have their own.
+    pub arrange: Arrange,
     /// How it was quantized, if it was.
     pub method: Option<&'static str>,
 }
 
 /// Where a tensor's numbers come from.
 pub(super) enum Data<'a> {
+    /// A GPTQ tensor whose zero-points are still to be understood; then it is one of codes.
     Gptq(Gptq<'a>),
-    /// Any other tensor of codes.
+    /// A tensor of codes.
     Codes(Box<dyn Integers + 'a>),
+    /// A tensor of codes that is stored as the f32 values they mean.
+    Values(Box<dyn Integers + 'a>),
+    /// An order of columns.
+    Order(Order),
     /// Stored as `stored`: the source's type or f16.
-    Float {
-        floats: Floats<'a>,
-        stored: FloatType,
-    },
+    Float { floats: Floats<'a>, stored: FloatType },
     /// Quantized by us.
-    Rtn {
-        floats: Floats<'a>,
-        shape: IntShape,
-    },
+    Rtn { floats: Floats<'a>, shape: IntShape },
 }
 
-impl Job<'_> {
+impl<'a> Job<'a> {
+    /// An order of columns, as a tensor of the output.
+    pub fn order(target: String, order: Order) -> Job<'a> {
+        let dims = vec![order.len() as u64];
+        Job {
+            origin: target.clone(),
+            target,
+            dims,
+            data: Data::Order(order),
+            part: None,
+            arrange: Arrange::default(),
+            method: None,
+        }
+    }
+
+    /// Cuts the wanted rows out of a tensor of codes; of a GPTQ tensor, when its zero-points are understood.
+    pub fn cut(&mut self) {
+        let Some((first, n)) = self.part.filter(|_| matches!(self.data, Data::Codes(_))) else { return };
+        if let Data::Codes(all) = std::mem::replace(&mut self.data, Data::Order(Order::default())) {
+            self.data = Data::Codes(Box::new(Part::new(all, first, n)));
+            self.part = None;
+        }
+    }
+
+    /// The integers that are stored, if they are.
+    pub fn codes(&self) -> Option<&(dyn Integers + 'a)> {
+        match &self.data {
+            Data::Gptq(t) => Some(t),
+            Data::Codes(t) => Some(&**t),
+            _ => None,
+        }
+    }
+
     pub fn scheme(&self) -> Scheme {
         match &self.data {
             Data::Gptq(t) => t.shape().scheme(),
             Data::Codes(t) => t.shape().scheme(),
+            Data::Values(_) => Scheme::Float(FloatType::F32),
+            Data::Order(_) => Scheme::Order,
             Data::Float { stored, .. } => Scheme::Float(*stored),
             Data::Rtn { shape, .. } => shape.scheme(),
         }
@@ -54,19 +98,23 @@ impl Job<'_> {
         TensorPlan { name: self.target.clone(), dims: self.dims.clone(), scheme: self.scheme() }
     }
 
+    /// Weights that the tensor holds; an order has none.
     pub fn weights(&self) -> u64 {
-        self.dims.iter().product()
+        if matches!(self.data, Data::Order(_)) { 0 } else { self.dims.iter().product() }
     }
 
     pub fn bytes(&self) -> u64 {
-        let (n, k) = if let [n, k] = self.dims[..] { (n, k) } else { (1, self.weights()) };
+        let (n, k) = if let [n, k] = self.dims[..] { (n, k) } else { (1, self.dims.iter().product()) };
         self.scheme().planes(n, k).map_or(0, |p| p.total)
     }
 
     pub fn write(&self, writer: &mut FileWriter) -> Result<(), ConvertError> {
         match &self.data {
-            Data::Gptq(t) => writer.write(&self.rows_of(t, |t| pack(t)))?,
-            Data::Codes(t) => writer.write(&self.rows_of(&**t, |t| pack(t)))?,
+            Data::Gptq(t) => writer.write(&pack(t))?,
+            Data::Codes(t) if self.arrange.is_natural() => writer.write(&pack(&**t))?,
+            Data::Codes(t) => writer.write(&pack(&Ordered::new(&**t, &self.arrange).decoded()))?,
+            Data::Values(t) => writer.write(&values(&Ordered::new(&**t, &self.arrange)))?,
+            Data::Order(order) => writer.write(&order.iter().flat_map(|col| col.to_le_bytes()).collect::<Vec<u8>>())?,
             Data::Float { floats, stored } if *stored == floats.kind => writer.write(&floats.kept(&self.origin)?)?,
             Data::Float { floats, .. } => writer.write(&floats.rounded(&self.origin)?)?,
             Data::Rtn { floats, shape } => writer.write(&pack(&Rtn::new(&self.origin, floats.clone(), *shape)?))?,
@@ -76,18 +124,25 @@ impl Job<'_> {
 
     pub fn verify(&self, view: &TensorView) -> Result<Verified, ConvertError> {
         match &self.data {
-            Data::Gptq(t) => self.rows_of(t, |t| verify::integers(&self.target, t, view)),
-            Data::Codes(t) => self.rows_of(&**t, |t| verify::integers(&self.target, t, view)),
+            Data::Gptq(t) => verify::integers(&self.target, t, view),
+            Data::Codes(t) if self.arrange.is_natural() => verify::integers(&self.target, &**t, view),
+            Data::Codes(t) => verify::moved(&self.target, &Ordered::new(&**t, &self.arrange), view),
+            Data::Values(t) => verify::values(&self.target, &Ordered::new(&**t, &self.arrange), view),
+            Data::Order(order) => verify::order(&self.target, order, view),
             Data::Float { floats, stored } => verify::floats(&self.target, floats, *stored, view),
             Data::Rtn { floats, shape } => verify::nearest(&self.target, floats, *shape, view),
         }
     }
+}
 
-    /// What `f` makes of the rows that are taken.
-    fn rows_of<R>(&self, all: &dyn Integers, f: impl FnOnce(&dyn Integers) -> R) -> R {
-        match self.first {
-            Some(first) => f(&Part::new(all, first, self.dims[0] as usize)),
-            None => f(all),
+/// What the codes mean, f32, row by row.
+fn values(tensor: &dyn Integers) -> Vec<u8> {
+    let IntShape { n, k, .. } = tensor.shape();
+    let mut bytes = vec![0; n * k * 4];
+    bytes.par_chunks_mut(k * 4).enumerate().for_each(|(row, bytes)| {
+        for (col, out) in bytes.chunks_exact_mut(4).enumerate() {
+            out.copy_from_slice(&tensor.value(row, col).to_le_bytes());
         }
-    }
+    });
+    bytes
 }

@@ -3,6 +3,7 @@
 //! At most one tensor is in memory beside the maps. The file takes its name only after the comparison.
 
 mod job;
+mod orders;
 mod presence;
 mod take;
 
@@ -20,7 +21,7 @@ use self::{
 };
 use crate::{
     ConvertError, Options, Phase, Progress, Quant, Report, Row, Step, Verified,
-    import::config::Hint,
+    import::{config::Hint, refused},
     source::{Checkpoint, Source},
     threads::Threads,
 };
@@ -111,6 +112,7 @@ impl<'a> Plan<'a> {
             Some((file, config)) => Hint::new(file, config)?,
             None => Hint::default(),
         };
+        refused::by_tensors(checkpoint)?;
         let family = family::plan(&checkpoint.config, checkpoint);
         let mut family = family.map_err(|source| ConvertError::Family { origin: checkpoint.name.clone(), source })?;
         let mut notes = [checkpoint.notes.clone(), std::mem::take(&mut family.warnings)].concat();
@@ -132,6 +134,11 @@ impl<'a> Plan<'a> {
         }
         let found = jobs.iter().find_map(|j| j.method);
         take::settle_zeros(&mut jobs, &hint)?;
+        notes.extend(orders::settle(&mut jobs, &mut family.spec));
+        let wider = orders::wider(&jobs);
+        notes.extend(wider.iter().map(|(what, tensors, share)| {
+            format!("{tensors} tensor(s) have {what}: the file is {share:.0} % larger for it")
+        }));
         presence::left_over(checkpoint, &family, &used, &mut notes)?;
         if imported && options.quant != Quant::Keep {
             notes.push(
@@ -146,8 +153,10 @@ impl<'a> Plan<'a> {
     }
 
     fn provenance(&self, checkpoint: &Checkpoint, options: &Options) -> Value {
-        let ints = self.jobs.iter().find_map(|j| match (j.dims.len(), j.scheme()) {
-            (2, Scheme::Int { bits, group, zero, .. }) if j.target.contains('.') => Some((bits, group, zero)),
+        let ints = self.jobs.iter().find_map(|j| match (j.codes(), j.scheme()) {
+            (codes, Scheme::Int { bits, group, .. }) if j.dims.len() == 2 && j.target.contains('.') => {
+                Some((codes.map_or(bits, |t| t.source_bits()), group))
+            }
             _ => None,
         });
         let mut all = json!({
@@ -164,6 +173,9 @@ impl<'a> Plan<'a> {
         put("licence", checkpoint.licence.clone().map(Value::from));
         put("bits", ints.map(|i| i.0.into()));
         put("group", ints.map(|i| i.1.into()));
+        let wider = orders::wider(&self.jobs);
+        let wider = wider.iter().map(|(what, tensors, share)| format!("{tensors} x {what} (+{share:.0} %)"));
+        put("wider", Some(wider.collect::<Vec<_>>()).filter(|w| !w.is_empty()).map(Value::from));
         put("tools", Some(self.tools.clone()).filter(|t| !t.is_empty()).map(Value::from));
         let made = self.jobs.iter().any(|j| matches!(j.data, Data::Rtn { .. }));
         put("quantizer", made.then(|| json!({ "name": "rtn", "scale": "signed max / lowest code" })));

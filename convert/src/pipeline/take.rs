@@ -14,11 +14,12 @@ use super::job::{Data, Job};
 use crate::{
     ConvertError, Options, Quant,
     import::{
-        awq::Awq,
+        awq::{self, Packing},
         blocks::Blocks,
         config::{Hint, Method},
         float::Floats,
         gptq::{self, Gptq},
+        order::{Arrange, Order},
         rtn,
     },
     source::{Checkpoint, Dtype, RawTensor},
@@ -98,10 +99,11 @@ impl<'a, 'b> Module<'a, 'b> {
         for format in Self::FORMATS {
             if let Some((data, origin, method)) = format(&mut self)? {
                 let dims = self.wanted().iter().map(|&d| d as u64).collect();
-                // Floats take their rows themselves.
-                let part = self.rule.take.part.filter(|_| matches!(data, Data::Gptq(_) | Data::Codes(_)));
-                let (target, first) = (self.rule.target.clone(), part.map(|p| p.0));
-                return Ok(Job { target, origin, dims, data, first, method });
+                let (target, arrange) = (self.rule.target.clone(), Arrange::default());
+                let part = self.rule.take.part.map(|(first, _)| (first, self.wanted()[0]));
+                let mut job = Job { target, origin, dims, data, part, arrange, method };
+                job.cut();
+                return Ok(job);
             }
         }
         Err(ConvertError::Missing {
@@ -154,7 +156,12 @@ impl<'a, 'b> Module<'a, 'b> {
         if self.get("weight").is_some() {
             return Err(ConvertError::tensor(&packed, "form", "packed codes or a float weight", "both"));
         }
-        let by_shape = if raw.shape.first() == Some(&(k as u64)) { Method::Awq } else { Method::Gptq };
+        let awq = Packing::of(raw, self.get("scales"), [n, k], hint.packing).is_some();
+        let by_shape = match hint.method {
+            Some(Method::Gptq) if gptq::fits(raw, n, k) => Method::Gptq,
+            _ if awq => Method::Awq,
+            _ => Method::Gptq,
+        };
         if let Some(said) = hint.method.filter(|&m| m != by_shape) {
             let expected = format!("{}, as {} says", said.name(), hint.file);
             let got = format!("{:?} like {}", raw.shape, by_shape.name());
@@ -163,9 +170,9 @@ impl<'a, 'b> Module<'a, 'b> {
         let source = &self.rule.source;
         let data = match by_shape {
             Method::Gptq => Data::Gptq(Gptq::new(self.checkpoint, source, n, k, hint)?),
-            Method::Awq => Data::Codes(Box::new(Awq::new(self.checkpoint, source, n, k, hint)?)),
+            Method::Awq => Data::Codes(awq::open(self.checkpoint, source, n, k, hint)?),
         };
-        self.uses(&["qweight", "qzeros", "scales", "g_idx"]);
+        self.uses(&["qweight", "qzeros", "scaled_zeros", "scales", "g_idx"]);
         Ok(Some((data, self.rule.source.clone(), Some(by_shape.name()))))
     }
 
@@ -207,10 +214,12 @@ pub(super) fn settle_zeros(jobs: &mut [Job], hint: &Hint) -> Result<(), ConvertE
     let named: Vec<_> = patterns.iter().map(|(name, p)| (name.as_str(), *p)).collect();
     let convention = gptq::convention(&named, hint)?;
     let mut patterns = patterns.iter();
-    for job in jobs {
-        if let Data::Gptq(t) = &mut job.data {
-            let (name, pattern) = patterns.next().expect("one pattern per GPTQ tensor");
+    for job in jobs.iter_mut().filter(|j| matches!(j.data, Data::Gptq(_))) {
+        let (name, pattern) = patterns.next().expect("one pattern per GPTQ tensor");
+        if let Data::Gptq(mut t) = std::mem::replace(&mut job.data, Data::Order(Order::default())) {
             t.set_convention(name, convention, *pattern)?;
+            job.data = Data::Codes(Box::new(t));
+            job.cut();
         }
     }
     Ok(())

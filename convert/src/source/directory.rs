@@ -56,6 +56,10 @@ pub(super) fn open(dir: &Path) -> Result<Source, ConvertError> {
         names.push(entry.file_name().to_string_lossy().into_owned());
     }
     names.sort();
+    if names.iter().any(|n| n == "adapter_config.json") && !names.iter().any(|n| n == "config.json") {
+        let next = "give the model it belongs to; to use both, merge them into a float checkpoint first";
+        return Err(source_error(dir, "an adapter (LoRA or EoRA), not a model", next));
+    }
     if names.iter().any(|n| n == "qmodel.pt") {
         let next = "convert the float checkpoint with --quant int4 instead";
         return Err(source_error(dir, "an HQQ checkpoint (qmodel.pt, a PyTorch pickle), which is not imported", next));

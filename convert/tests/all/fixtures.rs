@@ -1,19 +1,25 @@
 //! Checkpoints made by other tools: our numbers must be theirs.
 
-use std::fs;
+use std::{fs, ops::Add};
 
 use quern_convert::{Options, source::safetensors};
 use quern_models::{FloatType, ModelFile};
 
 use crate::made::{Scratch, fixture};
 
-const QUANTIZED: [&str; 7] = [
+const QUANTIZED: [&str; 13] = [
     "llama-gptq-w4-g64-sym",
     "llama-gptq-w4-g64-asym",
     "llama-gptq-w4-g128-sym",
     "llama-gptq_v2-w4-g64-sym",
     "llama-awq-w4-g64-gemm",
     "llama-awq-w4-g32-gemm",
+    "llama-gptq-w2-g32-sym",
+    "llama-gptq-w3-g32-sym",
+    "llama-gptq-w4-g32-sym-descact",
+    "llama-gptq_v2-w2-g64-asym",
+    "llama-gptq_v2-w4-g32-asym-descact",
+    "llama-awq-w4-g64-gemv_fast",
     "smollm2-gptq-2layer",
 ];
 
@@ -33,13 +39,22 @@ fn dequantized_weights_are_those_of_the_tools() {
         assert!(report.verified.codes > 0 && report.verified.floats > 0, "{}", report.verified);
         let golden = fs::read(fixture(&format!("models/{name}/golden.safetensors"))).unwrap();
         let golden = safetensors::parse(&golden).unwrap();
+        let model = fs::read(fixture(&format!("models/{name}/model.safetensors"))).unwrap();
+        let model = safetensors::parse(&model).unwrap();
         let mut compared = 0;
         for (key, raw) in golden.iter().filter(|g| g.0.starts_with("dequant.")) {
             let view = file.tensor(&target(&key["dequant.".len()..])).unwrap();
             assert_eq!(raw.shape, [32, view.k as u64]);
+            // In act-order the file's columns are the source's, sorted by group. (`down` of the fixtures, whose rows
+            // are where they were.)
+            let index = model.get(&key.replace("dequant.", "").add(".g_idx"));
+            let index = index.map(|raw| raw.bytes.chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap())));
+            let index: Vec<i32> = index.map_or(vec![0; view.k], Iterator::collect);
+            let mut from: Vec<usize> = (0..view.k).collect();
+            from.sort_by_key(|&col| index[col]);
             for row in 0..32 {
-                for col in 0..view.k {
-                    let expected = FloatType::F32.read(raw.bytes, row * view.k + col);
+                for (col, &from) in from.iter().enumerate() {
+                    let expected = FloatType::F32.read(raw.bytes, row * view.k + from);
                     // Within one rounding: some tools multiply in another order.
                     assert!(
                         (view.at(row, col) - expected).abs() <= expected.abs() * 1e-6,
@@ -60,6 +75,28 @@ fn both_gptq_versions_of_a_model_give_the_same_file() {
         scratch.convert_from(&fixture(&format!("models/{name}")), &Options::default()).unwrap().1
     };
     same_tensors(&open("llama-gptq-w4-g64-sym"), &open("llama-gptq_v2-w4-g64-sym"));
+}
+
+/// llm-awq's own name for the float zero-points; otherwise the same format.
+#[test]
+fn llm_awq_is_gemv_fast_by_another_name() {
+    let open = |name: &str, change: &dyn Fn(Vec<u8>) -> Vec<u8>| {
+        let scratch = Scratch::new(&format!("llm-awq-{name}"));
+        let source = fixture("models/llama-awq-w4-g64-gemv_fast");
+        fs::copy(source.join("config.json"), scratch.model().join("config.json")).unwrap();
+        let config = fs::read_to_string(source.join("quantize_config.json")).unwrap();
+        fs::write(scratch.model().join("quantize_config.json"), config.replace("gemv_fast", name)).unwrap();
+        let model = change(fs::read(source.join("model.safetensors")).unwrap());
+        fs::write(scratch.model().join("model.safetensors"), model).unwrap();
+        scratch.convert(&Options::default()).unwrap().1
+    };
+    let renamed = |bytes: Vec<u8>| {
+        let (len, rest) = bytes.split_first_chunk::<8>().unwrap();
+        let (header, data) = rest.split_at(u64::from_le_bytes(*len) as usize);
+        let header = String::from_utf8(header.to_vec()).unwrap().replace(".qzeros", ".scaled_zeros");
+        [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
+    };
+    same_tensors(&open("gemv_fast", &|bytes| bytes), &open("llm-awq", &renamed));
 }
 
 #[test]

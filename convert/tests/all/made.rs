@@ -155,6 +155,8 @@ pub struct Chosen {
     pub k: usize,
     pub bits: usize,
     pub group: usize,
+    /// Group of each column.
+    pub index: Vec<u32>,
     /// `[n][k]`.
     pub codes: Vec<u32>,
     /// `[groups][n]`.
@@ -173,14 +175,21 @@ impl Chosen {
             k,
             bits,
             group,
+            index: (0..k).map(|col| (col / group) as u32).collect(),
             codes: (0..n * k).map(|_| random.below(1 << bits) as u32).collect(),
             zeros: (0..groups * n).map(|_| if sym { mid } else { random.below(1 << bits) as u32 }).collect(),
             scales: (0..groups * n).map(|_| random.weight() / 64.0).collect(),
         }
     }
 
+    /// Assigns the columns to groups.
+    pub fn ordered(mut self, index: &[u32]) -> Chosen {
+        self.index = index.to_vec();
+        self
+    }
+
     pub fn at(&self, row: usize, col: usize) -> f32 {
-        let cell = col / self.group * self.n + row;
+        let cell = self.index[col] as usize * self.n + row;
         self.scales[cell] * (self.codes[row * self.k + col] as f32 - self.zeros[cell] as f32)
     }
 
@@ -191,6 +200,9 @@ impl Chosen {
             for i in 0..len {
                 let bit = i * self.bits;
                 words[bit / 32] |= field(l, i) << (bit % 32);
+                if bit % 32 + self.bits > 32 {
+                    words[bit / 32 + 1] |= field(l, i) >> (32 - bit % 32);
+                }
             }
             words
         };
@@ -204,12 +216,13 @@ impl Chosen {
         let rows = columns[0].len();
         let qweight = (0..rows).flat_map(|r| columns.iter().map(move |c| c[r])).collect::<Vec<_>>();
         put_words(tensors, module, "qweight", [rows, self.n], &qweight);
-        let ones = if self.bits == 8 { 0x0101_0101u32 } else { 0x1111_1111 };
-        let lines = self.stream(groups, self.n, |g, row| self.zeros[g * self.n + row]);
+        // Three bits cross words, so they are subtracted field by field.
+        let less = if v1 && self.bits == 3 { 7 } else { 0 };
+        let lines = self.stream(groups, self.n, |g, row| (self.zeros[g * self.n + row] + less) % (1 << self.bits));
+        let ones = [0, 0, 0x5555_5555, 0, 0x1111_1111, 0, 0, 0, 0x0101_0101u32][self.bits];
         let zeros: Vec<u32> = lines.concat().into_iter().map(|w| if v1 { w.wrapping_sub(ones) } else { w }).collect();
         put_words(tensors, module, "qzeros", [groups, lines[0].len()], &zeros);
-        let index: Vec<u32> = (0..self.k).map(|k| (k / self.group) as u32).collect();
-        let bytes = index.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let bytes = self.index.iter().flat_map(|v| v.to_le_bytes()).collect();
         tensors.insert(format!("{module}.g_idx"), ("I32", vec![self.k], bytes));
         self.put_scales(tensors, module, scale);
     }
@@ -229,6 +242,63 @@ impl Chosen {
         let qzeros = pack(groups, &|g, row| self.zeros[g * self.n + row]);
         put_words(tensors, module, "qzeros", [groups, self.n / 8], &qzeros);
         self.put_scales(tensors, module, scale);
+    }
+
+    /// Adds the AWQ gemv tensors of `module`: words of eight columns, `width` columns of scales and zero-points.
+    pub fn gemv(&self, tensors: &mut Tensors, module: &str, width: usize) {
+        let groups = self.k.div_ceil(self.group);
+        let word = |at: &dyn Fn(usize) -> u32| (0..8).fold(0, |w, i| w | at(i) << (4 * i));
+        let qweight: Vec<u32> = (0..self.n)
+            .flat_map(|row| (0..self.k / 8).map(move |c| (row, c)))
+            .map(|(row, c)| word(&|i| self.codes[row * self.k + 8 * c + i]))
+            .collect();
+        put_words(tensors, module, "qweight", [self.n, self.k / 8], &qweight);
+        let zero = |row: usize, g: usize| if g < groups { self.zeros[g * self.n + row] } else { 0 };
+        let qzeros: Vec<u32> = (0..self.n)
+            .flat_map(|row| (0..width / 8).map(move |c| (row, c)))
+            .map(|(row, c)| word(&|i| zero(row, 8 * c + i)))
+            .collect();
+        put_words(tensors, module, "qzeros", [self.n, width / 8], &qzeros);
+        let scale = |row: usize, g: usize| if g < groups { self.scales[g * self.n + row] } else { 0.0 };
+        let scales: Vec<f32> = (0..self.n * width).map(|i| scale(i / width, i % width)).collect();
+        let bytes = floats(FloatType::F16, &scales);
+        tensors.insert(format!("{module}.scales"), ("F16", vec![self.n, width], bytes));
+    }
+
+    /// Adds the AWQ gemv_fast tensors of `module`, as AutoAWQ's `pack_intweight` permutes them; `zero(i)` is the
+    /// stored float of cell `i` of `[groups][n]`.
+    pub fn fast(&self, tensors: &mut Tensors, module: &str, width: usize, zeros: &str, zero: impl Fn(usize) -> f32) {
+        let (n, k) = (self.n, self.k);
+        let mut codes = self.codes.clone();
+        for block in codes.chunks_exact_mut(32) {
+            // reshape(4, 4, 2).transpose(1, 0, 2), then each eight to [0, 2, 4, 6, 1, 3, 5, 7].
+            let old = block.to_vec();
+            for (a, b, c) in (0..4).flat_map(|a| (0..4).flat_map(move |b| (0..2).map(move |c| (a, b, c)))) {
+                block[b * 8 + a * 2 + c] = old[a * 8 + b * 2 + c];
+            }
+            for eight in block.chunks_exact_mut(8) {
+                let old = eight.to_vec();
+                (0..8).for_each(|i| eight[i] = old[[0, 2, 4, 6, 1, 3, 5, 7][i]]);
+            }
+        }
+        // Four rows to a line, in blocks of 64 columns; four neighbours to a word.
+        let mut words: Vec<u8> = vec![];
+        for (line, block) in (0..n / 4).flat_map(|line| (0..k / 64).map(move |block| (line, block))) {
+            let four = (0..4).flat_map(|r| codes[(4 * line + r) * k + 64 * block..][..64].iter().copied());
+            let four: Vec<u32> = four.collect();
+            for nibbles in four.chunks_exact(4) {
+                let word = nibbles.iter().enumerate().fold(0u16, |w, (i, &q)| w | (q as u16) << (4 * i));
+                words.extend_from_slice(&word.to_le_bytes());
+            }
+        }
+        tensors.insert(format!("{module}.qweight"), ("I16", vec![n / 4, k], words));
+        let cells = self.k.div_ceil(self.group) * n;
+        let mut put = |part: &str, value: &dyn Fn(usize) -> f32| {
+            let values: Vec<f32> = (0..width * n).map(|i| if i < cells { value(i) } else { 0.0 }).collect();
+            tensors.insert(format!("{module}.{part}"), ("F16", vec![width, n], floats(FloatType::F16, &values)));
+        };
+        put("scales", &|i| self.scales[i]);
+        put(zeros, &zero);
     }
 
     fn put_scales(&self, tensors: &mut Tensors, module: &str, kind: FloatType) {

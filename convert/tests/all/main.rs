@@ -3,11 +3,13 @@
 // A panic is how a test fails, in helpers too.
 #![allow(clippy::unwrap_used)]
 
+mod awq;
 mod blocks;
 mod directory;
 mod families;
 mod fixtures;
 mod gguf;
+mod gptq;
 mod hostile;
 mod made;
 mod refusals;

@@ -46,7 +46,7 @@ fn shapes_and_config_must_agree() {
     model("group", |c, _| c["quantization_config"]["group_size"] = json!(64)).fails("64 columns");
     let index: Vec<u8> = (0..HIDDEN as u32).flat_map(|k| (k / 16).to_le_bytes()).collect();
     model("index", |_, t| drop(t.insert(format!("{Q}.g_idx"), ("I32", vec![HIDDEN], index))))
-        .fails(&format!("{Q}.scales: groups: expected 4 groups of the 16 columns that {Q}.g_idx says, got 2"));
+        .fails(&format!("{Q}.g_idx: groups: expected 0 to 1, as the scales have 2, got 2 for column 32"));
     model("method", |c, _| c["quantization_config"]["quant_method"] = json!("awq")).fails("awq, as config.json says");
     model("width", |c, _| c["hidden_size"] = json!(HIDDEN + 64)).fails("model.embed_tokens.weight: shape");
     model("heads", |c, _| c["num_attention_heads"] = json!(4)).fails("self_attn.q_proj.qweight: shape");
@@ -56,9 +56,6 @@ fn shapes_and_config_must_agree() {
 
 #[test]
 fn formats_of_later_versions_are_named() {
-    let index: Vec<u8> = (0..HIDDEN as u32).flat_map(|k| (k % 2).to_le_bytes()).collect();
-    let shuffled = ("I32", vec![HIDDEN], index);
-    model("act-order", |_, t| drop(t.insert(format!("{Q}.g_idx"), shuffled.clone()))).fails("act-order");
     model("marlin", |c, _| c["quantization_config"]["checkpoint_format"] = json!("marlin")).fails("marlin");
     model("float-zeros", |_, t| drop(t.insert(format!("{Q}.zeros"), ("F16", vec![0], vec![]))))
         .fails("float zero-points");
@@ -67,24 +64,6 @@ fn formats_of_later_versions_are_named() {
         t.insert(format!("{Q}.qweight"), ("I64", vec![shape[0], shape[1] / 2], bytes));
     })
     .fails("pack_dtype");
-    model("group-16", |c, t| {
-        c["quantization_config"]["group_size"] = json!(16);
-        let mut random = Random::new(12);
-        for (_, module, n, k) in LINEARS {
-            Chosen::new(&mut random, n, k, 4, 16, true).gptq(t, module, true, FloatType::F16);
-        }
-    })
-    .fails("a group of 16 columns");
-    for bits in [2, 3] {
-        model(&format!("bits-{bits}"), |c, t| {
-            c["quantization_config"]["bits"] = json!(bits);
-            t.insert(
-                format!("{Q}.qweight"),
-                ("I32", vec![HIDDEN * bits / 32, HIDDEN], vec![0; HIDDEN * bits / 8 * HIDDEN]),
-            );
-        })
-        .fails(&format!("{bits}-bit"));
-    }
     model("f64", |_, t| drop(t.insert("model.norm.weight".into(), ("F64", vec![HIDDEN], vec![0; 8 * HIDDEN]))))
         .fails("F64");
 }
@@ -143,6 +122,72 @@ fn zero_points_are_not_made_up() {
 }
 
 #[test]
+fn groups_of_columns_must_be_there() {
+    let index = |name: &str, change: &dyn Fn(&mut Vec<i32>)| {
+        let mut index: Vec<i32> = (0..HIDDEN as i32).map(|k| k / 32).collect();
+        change(&mut index);
+        let bytes = index.iter().flat_map(|v| v.to_le_bytes()).collect();
+        model(name, |_, t| drop(t.insert(format!("{Q}.g_idx"), ("I32", vec![HIDDEN], bytes))))
+    };
+    let expected = format!("tensor {Q}.g_idx: groups: expected 0 to 1, as the scales have 2, got");
+    index("beyond", &|i| i[5] = 2).fails(&format!("{expected} 2 for column 5; is the download damaged?"));
+    index("before", &|i| i[0] = -3).fails(&format!("{expected} -3 for column 0"));
+    index("far", &|i| i[63] = i32::MIN).fails(&format!("{expected} -2147483648 for column 63"));
+    index("zeros", &|i| i.fill(0)).fails("zeros only; remove the tensor");
+    let short = ("I32", vec![HIDDEN - 1], vec![0; 4 * (HIDDEN - 1)]);
+    model("short-index", |_, t| drop(t.insert(format!("{Q}.g_idx"), short))).fails("expected i32 [64], got i32 [63]");
+}
+
+#[test]
+fn formats_are_known_by_their_tensors() {
+    for (part, name) in [
+        ("weight.absmax", "bitsandbytes"),
+        ("weight.quant_map", "bitsandbytes"),
+        ("weight.quant_state.bitsandbytes__nf4", "bitsandbytes"),
+        ("SCB", "bitsandbytes"),
+        ("W_q", "HQQ"),
+        ("q_weight", "EXL2"),
+        ("trellis", "EXL3"),
+        ("codebooks", "AQLM"),
+        ("centroids", "VPTQ"),
+        ("Qidxs", "QuIP#"),
+        ("dense_weights", "SpQR"),
+        ("theta", "ParoQuant"),
+        ("B", "Marlin"),
+        ("lora_A", "adapter (LoRA or EoRA)"),
+        ("lora_A.weight", "adapter (LoRA or EoRA)"),
+    ] {
+        let change = |c: &mut Value, t: &mut Tensors| {
+            c.as_object_mut().unwrap().remove("quantization_config");
+            t.retain(|name, _| !name.starts_with(Q));
+            t.insert(format!("{Q}.{part}"), ("F16", vec![1], vec![0; 2]));
+        };
+        let scratch = model(&format!("part-{part}"), change);
+        let text = scratch.convert(&Options::default()).err().unwrap().to_string();
+        let next = text.contains("convert the");
+        assert!(text.contains(&format!("tensor {Q}.{part}: ")) && text.contains(name) && next, "{text}");
+    }
+    model("act-scales", |_, t| drop(t.insert("model.layers.0.mlp.act.scales".into(), ("F16", vec![1], vec![0; 2]))))
+        .fails("model.layers.0.mlp.act.scales: AWQ that divides what an activation gives");
+    model("awq-columns", |c, t| {
+        t.retain(|name, _| !name.contains("_proj."));
+        for (_, module, n, k) in LINEARS {
+            t.insert(format!("{module}.qweight"), ("I16", vec![n / 4, k], vec![0; n / 2 * k]));
+            t.insert(format!("{module}.scales"), ("F16", vec![8, n], vec![0; 16 * n]));
+            t.insert(format!("{module}.qzeros"), ("F16", vec![8, n], vec![0; 16 * n]));
+        }
+        c["quantization_config"] = json!({ "quant_method": "awq", "bits": 4, "version": "gemv_fast" });
+    })
+    .fails(
+        "mlp.down_proj.qweight: shape: expected a multiple of 4 rows and 64 columns, as gemv_fast has, got a [64, 96]",
+    );
+    let dir = Scratch::new("adapter");
+    fs::write(dir.model().join("adapter_config.json"), "{}").unwrap();
+    fs::write(dir.model().join("adapter_model.safetensors"), safetensors(&Tensors::new())).unwrap();
+    dir.fails("an adapter");
+}
+
+#[test]
 fn shards_and_their_index_must_agree() {
     let scratch = Scratch::new("shards");
     let dir = scratch.model();
@@ -192,8 +237,8 @@ fn an_activation_order_is_refused_in_awq_too() {
         })
     };
     awq("awq-order", &|k| k / 32).convert(&Options::default()).unwrap();
-    awq("awq-act-order", &|k| k % 2).fails(&format!("tensor {Q}.g_idx: columns are assigned to groups out of order"));
-    awq("awq-index", &|k| k / 16).fails(&format!("16 columns that {Q}.g_idx says"));
+    awq("awq-act-order", &|k| k % 2).fails(&format!("tensor {Q}.g_idx: groups: expected columns in order, got others"));
+    awq("awq-index", &|k| k / 16).fails(&format!("tensor {Q}.g_idx: groups: expected 0 to 1"));
 }
 
 #[test]
