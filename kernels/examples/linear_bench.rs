@@ -9,7 +9,7 @@
 use quern_kernels::cpu::acts::{Acts, Forms, Mode};
 use quern_kernels::cpu::isa::Isa;
 use quern_kernels::cpu::linear::{Scratch, linear_panel};
-use quern_models::{FloatType, PANEL, Scheme, TensorView, ZeroKind};
+use quern_models::{FloatType, Mini, PANEL, Scheme, TensorView, ZeroKind};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,8 @@ fn main() {
     });
     println!("read 64 MiB: {:.1} / {:.1} GB/s", gb(64 << 20, best), gb(64 << 20, median));
     let int = |bits, group, zero| Scheme::Int { bits, group, zero, scale: FloatType::F16 };
+    let nested = |bits, group, zero| Scheme::Nested { bits, group, zero };
+    let mini = |kind, group, scale| Scheme::Mini { kind, group, scale };
     let cases = [
         (int(4, 32, ZeroKind::Mid), Mode::Int8),
         (int(4, 32, ZeroKind::Min), Mode::Int8),
@@ -35,6 +37,20 @@ fn main() {
         (int(4, 128, ZeroKind::Code), Mode::Int8),
         (int(8, 32, ZeroKind::Mid), Mode::Int8),
         (int(8, 128, ZeroKind::Mid), Mode::Int8),
+        (int(4, 16, ZeroKind::Mid), Mode::Int8),
+        (int(8, 32, ZeroKind::Min), Mode::Int8),
+        // Q4_K, Q2_K, Q3_K, Q5_K, Q6_K of GGUF.
+        (nested(4, 32, ZeroKind::Min), Mode::Int8),
+        (nested(4, 16, ZeroKind::Min), Mode::Int8),
+        (nested(4, 16, ZeroKind::Mid), Mode::Int8),
+        (nested(8, 32, ZeroKind::Min), Mode::Int8),
+        (nested(8, 16, ZeroKind::Mid), Mode::Int8),
+        // MXFP4, NVFP4, fp8.
+        (mini(Mini::E2M1, 32, FloatType::BF16), Mode::Int8),
+        (mini(Mini::E2M1, 16, FloatType::F32), Mode::Int8),
+        (mini(Mini::E4M3, 128, FloatType::F32), Mode::F32),
+        (mini(Mini::E2M1, 32, FloatType::BF16), Mode::F32),
+        (nested(4, 32, ZeroKind::Min), Mode::F32),
         (int(4, 64, ZeroKind::Mid), Mode::F32),
         (int(8, 32, ZeroKind::Mid), Mode::F32),
         (Scheme::Float(FloatType::F16), Mode::F32),
@@ -65,7 +81,7 @@ fn run(isa: &Isa, name: &str, scheme: Scheme, mode: Mode, (n, k, m): (usize, usi
     let mut seed = 7u32;
     for b in &mut bytes {
         seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        *b = (seed >> 24) as u8 & 0x3b; // Also a tame float, of any type.
+        *b = (seed >> 24) as u8 & 0x33 | 8; // Also a tame float, of any type: neither huge nor subnormal.
     }
     let view = TensorView::new(n, k, scheme, &bytes[skip..]).expect("as many bytes as planned");
     let mut acts = Acts::new();
@@ -93,13 +109,15 @@ fn run(isa: &Isa, name: &str, scheme: Scheme, mode: Mode, (n, k, m): (usize, usi
 }
 
 fn quantization(isa: &Isa) {
-    for (m, k, block) in [(1, 576, 32), (1, 1536, 32), (256, 576, 32), (256, 2048, 64)] {
+    let (one, both) = (Forms { int8: true, ..Forms::default() }, Forms { int8: true, int8_small: true, floats: false });
+    for (m, k, forms) in [(1, 576, one), (1, 1536, one), (256, 576, one), (256, 2048, one), (256, 2048, both)] {
         let x: Vec<f32> = (0..m * k).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
         let mut acts = Acts::new();
-        acts.reset(m, k, Forms { floats: false, block: Some(block) });
+        acts.reset(m, k, forms);
         let (best, median) = time(|| acts.write(isa, black_box(&x)));
         let each = |t: Duration| t.as_secs_f64() * 1e9 / (m * k) as f64;
-        println!("quantize m={m} k={k} block={block}: {:.2} / {:.2} ns per element", each(best), each(median));
+        let blocks = if forms.int8_small { "32 and 16" } else { "32" };
+        println!("quantize m={m} k={k} blocks {blocks}: {:.2} / {:.2} ns per element", each(best), each(median));
     }
 }
 

@@ -10,10 +10,10 @@ use quern_kernels::cpu::acts::{Acts, Forms, Mode};
 use quern_kernels::cpu::isa::Isa;
 use quern_kernels::cpu::linear::{Scratch, linear_panel};
 use quern_kernels::reference;
-use quern_models::{FloatType, PANEL, Scheme, ZeroKind};
+use quern_models::{FloatType, Mini, PANEL, Scheme, ZeroKind};
 use std::ops::Range;
 
-const BATCHES: [usize; 11] = [1, 2, 3, 4, 5, 6, 8, 13, 17, 33, 70];
+const BATCHES: [usize; 11] = [1, 2, 3, 4, 5, 6, 8, 13, 17, 65, 70];
 const ROWS: usize = 70;
 
 /// `[m][n]` by kernels, rows cut at `cuts`.
@@ -50,20 +50,17 @@ fn bits(y: &[f32]) -> Vec<u32> {
 }
 
 /// `[rows][n]` by the reference.
-fn expected(w: &Packed, x: &[f32], mode: Mode, forms: Forms) -> Vec<f32> {
-    let row = |x: &[f32]| match (w.scheme, mode) {
-        (Scheme::Int { .. }, Mode::Int8) => {
-            let block = forms.block.expect("the int8 form has blocks");
-            reference::linear::int8(&w.view(), &reference::linear::quantize(x, block), block)
-        }
-        _ => reference::linear::f32(&w.view(), x),
+fn expected(w: &Packed, x: &[f32], mode: Mode) -> Vec<f32> {
+    let row = |x: &[f32]| match mode {
+        Mode::Int8 => reference::linear::default(&w.view(), x),
+        Mode::F32 => reference::linear::f32(&w.view(), x),
     };
     x.chunks_exact(w.k).flat_map(row).collect()
 }
 
 /// Every table, every batch size.
 fn check(w: &Packed, x: &[f32], mode: Mode, forms: Forms) {
-    let want = bits(&expected(w, x, mode, forms));
+    let want = bits(&expected(w, x, mode));
     for isa in Isa::available() {
         for m in BATCHES {
             let acts = acts(isa, &x[..m * w.k], w.k, forms);
@@ -93,47 +90,109 @@ const ZEROS: [ZeroKind; 3] = [ZeroKind::Mid, ZeroKind::Code, ZeroKind::Min];
 const SCALES: [FloatType; 3] = [FloatType::F16, FloatType::BF16, FloatType::F32];
 const SHAPES: [(usize, usize); 6] = [(1, 1), (7, 33), (64, 128), (65, 200), (130, 320), (16, 1536)];
 
-/// Both modes of an integer scheme on every shape.
-fn check_int(bits: u8, group: u32, zero: ZeroKind, scale: FloatType) {
+fn nested(bits: u8, group: u32, zero: ZeroKind) -> Scheme {
+    Scheme::Nested { bits, group, zero }
+}
+
+fn mini(kind: Mini, group: u32, scale: FloatType) -> Scheme {
+    Scheme::Mini { kind, group, scale }
+}
+
+const EVERY_FORM: Forms = Forms { floats: true, int8: true, int8_small: true };
+
+/// Both modes of a scheme of codes on every shape.
+fn check_scheme(scheme: Scheme) {
+    let (bits, group) = scheme.coded().expect("codes");
     let mut rng = Rng(group as u64 * 64 + bits as u64 + 7);
-    let scheme = int(bits, group, zero, scale);
     for (n, k) in SHAPES {
         let w = Packed::random(&mut rng, n, k, scheme);
         let x: Vec<f32> = (0..ROWS * k).map(|_| rng.float() * 3.0).collect();
-        for block in [32, 64].into_iter().filter(|b| group.is_multiple_of(*b)) {
-            check(&w, &x, Mode::Int8, Forms { floats: false, block: Some(block as usize) });
+        for mode in [Mode::Int8, Mode::F32] {
+            check(&w, &x, mode, Forms::of(scheme, mode));
         }
-        check(&w, &x, Mode::F32, Forms::of(scheme, Mode::F32));
     }
 }
 
 #[test]
 fn int4_equals_the_reference() {
-    for (i, group) in [32, 64, 96, 128, 192, 1536].into_iter().enumerate() {
+    for (i, group) in [16, 32, 48, 64, 96, 128, 192, 1536].into_iter().enumerate() {
         for (j, zero) in ZEROS.into_iter().enumerate() {
-            check_int(4, group, zero, SCALES[(i + j) % 3]);
+            check_scheme(int(4, group, zero, SCALES[(i + j) % 3]));
         }
     }
 }
 
 #[test]
 fn int8_equals_the_reference() {
-    for (i, group) in [32, 64, 128, 192, 1536].into_iter().enumerate() {
+    for (i, group) in [16, 32, 64, 80, 128, 192, 1536].into_iter().enumerate() {
         for (j, zero) in ZEROS.into_iter().enumerate() {
-            check_int(8, group, zero, SCALES[(i + j) % 3]);
+            check_scheme(int(8, group, zero, SCALES[(i + j) % 3]));
         }
     }
 }
 
 #[test]
-fn both_forms_in_one_buffer() {
+fn nested_scales_equal_the_reference() {
+    for bits in [4, 8] {
+        for group in [16, 32] {
+            for zero in [ZeroKind::Mid, ZeroKind::Min] {
+                check_scheme(nested(bits, group, zero));
+            }
+        }
+    }
+}
+
+#[test]
+fn small_floats_equal_the_reference() {
+    for (i, group) in [16, 32, 48, 128].into_iter().enumerate() {
+        check_scheme(mini(Mini::E2M1, group, SCALES[i % 3]));
+        check_scheme(mini(Mini::E4M3, group, SCALES[(i + 1) % 3]));
+    }
+}
+
+/// What a weight reads depends on the weight alone, so an input that is held in more forms changes nothing.
+#[test]
+fn weights_that_share_an_input_do_not_affect_each_other() {
     let mut rng = Rng(5);
-    for (bits, group) in [(4, 64), (8, 128)] {
-        let scheme = int(bits, group, ZeroKind::Code, FloatType::F16);
+    let schemes = [
+        int(4, 64, ZeroKind::Code, FloatType::F16),
+        int(8, 128, ZeroKind::Code, FloatType::F16),
+        nested(4, 32, ZeroKind::Min),
+        nested(8, 16, ZeroKind::Mid),
+        mini(Mini::E2M1, 16, FloatType::F16),
+        mini(Mini::E4M3, 128, FloatType::F32),
+        Scheme::Float(FloatType::BF16),
+    ];
+    let forms = schemes.map(|s| Forms::of(s, Mode::Int8)).into_iter().reduce(Forms::and);
+    assert_eq!(forms, Some(EVERY_FORM));
+    for scheme in schemes {
         let x: Vec<f32> = (0..ROWS * 200).map(|_| rng.float()).collect();
         let w = Packed::random(&mut rng, 65, 200, scheme);
         for mode in [Mode::Int8, Mode::F32] {
-            check(&w, &x, mode, Forms { floats: true, block: Some(32) });
+            check(&w, &x, mode, EVERY_FORM);
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "not held in blocks of 16")]
+fn a_form_that_is_missing_is_noticed() {
+    let w = Packed::random(&mut Rng(1), 64, 32, int(4, 16, ZeroKind::Mid, FloatType::F16));
+    let forms = Forms { int8_small: false, ..EVERY_FORM };
+    compute(Isa::best(), &w, &acts(Isa::best(), &[1.0; 32], 32, forms), Mode::Int8, std::slice::from_ref(&(0..1)));
+}
+
+/// No file should hold the code of NaN; if one does, the sum is NaN and nothing else.
+#[test]
+fn a_code_that_is_nan_gives_nan() {
+    let mut rng = Rng(37);
+    for code in [0x7f, 0xff] {
+        let w = Packed::constant(&mut rng, 65, 40, mini(Mini::E4M3, 32, FloatType::F16), code);
+        let x = [1.0; 40];
+        for isa in Isa::available() {
+            let acts = acts(isa, &x, 40, Forms::of(w.scheme, Mode::Int8));
+            let y = compute(isa, &w, &acts, Mode::Int8, std::slice::from_ref(&(0..1)));
+            assert!(y.iter().all(|y| y.is_nan()), "{isa:?} {code:#x}");
         }
     }
 }
@@ -141,22 +200,25 @@ fn both_forms_in_one_buffer() {
 #[test]
 fn extreme_codes_do_not_overflow() {
     let mut rng = Rng(11);
-    for bits in [4, 8] {
-        for group in [32, 64, 128] {
-            for zero in ZEROS {
-                let (n, k) = (65, 576);
-                let scheme = int(bits, group, zero, FloatType::F16);
-                for code in [0, if bits == 4 { 15 } else { 255 }] {
-                    let w = Packed::constant(&mut rng, n, k, scheme, code);
-                    // Every value quantizes to 127 or -127, alike or alternating.
-                    for flip in [false, true] {
-                        let sign = |i: usize| if flip && i % 2 == 1 { -2.5 } else { 2.5 };
-                        let x: Vec<f32> = (0..ROWS * k).map(sign).collect();
-                        check(&w, &x, Mode::Int8, Forms::of(scheme, Mode::Int8));
-                    }
-                }
+    let mut check_codes = |scheme: Scheme, codes: [u8; 2]| {
+        let (n, k) = (65, 576);
+        for code in codes {
+            let w = Packed::constant(&mut rng, n, k, scheme, code);
+            // Every value quantizes to 127 or -127, alike or alternating.
+            for flip in [false, true] {
+                let sign = |i: usize| if flip && i % 2 == 1 { -2.5 } else { 2.5 };
+                let x: Vec<f32> = (0..ROWS * k).map(sign).collect();
+                check(&w, &x, Mode::Int8, Forms::of(scheme, Mode::Int8));
             }
         }
+    };
+    for group in [16, 32, 64] {
+        for zero in ZEROS {
+            check_codes(int(4, group, zero, FloatType::F16), [0, 15]);
+            check_codes(int(8, group, zero, FloatType::F16), [0, 255]);
+        }
+        // -6 and 6.
+        check_codes(mini(Mini::E2M1, group, FloatType::F16), [15, 7]);
     }
 }
 
@@ -181,6 +243,10 @@ fn rows_do_not_depend_on_their_batch() {
         int(4, 32, ZeroKind::Mid, FloatType::F16),
         int(4, 64, ZeroKind::Min, FloatType::F16),
         int(8, 64, ZeroKind::Code, FloatType::F32),
+        nested(4, 32, ZeroKind::Min),
+        nested(8, 16, ZeroKind::Mid),
+        mini(Mini::E2M1, 16, FloatType::F16),
+        mini(Mini::E4M3, 128, FloatType::F32),
         Scheme::Float(FloatType::F16),
     ];
     for scheme in schemes {
@@ -213,6 +279,9 @@ fn a_row_that_is_not_finite_spoils_only_itself() {
     for scheme in [
         int(4, 32, ZeroKind::Mid, FloatType::F16),
         int(8, 64, ZeroKind::Min, FloatType::F16),
+        nested(4, 16, ZeroKind::Min),
+        mini(Mini::E2M1, 32, FloatType::BF16),
+        mini(Mini::E4M3, 32, FloatType::BF16),
         Scheme::Float(FloatType::BF16),
     ] {
         let w = Packed::random(&mut rng, 64, k, scheme);
@@ -245,17 +314,17 @@ fn quantized_rows_equal_the_reference() {
         x[3 * k..4 * k].iter_mut().enumerate().for_each(|(i, v)| *v = i as f32 * 0.5);
         x[4 * k] = 127.0;
         x[5 * k] = f32::NAN;
-        for block in [32, 64] {
-            for isa in Isa::available() {
-                for m in [1, 2, 3, 4, 7, ROWS] {
-                    let forms = Forms { floats: false, block: Some(block) };
-                    let acts = acts(isa, &x[..m * k], k, forms);
+        for isa in Isa::available() {
+            for m in [1, 2, 3, 4, 7, ROWS] {
+                let acts = acts(isa, &x[..m * k], k, EVERY_FORM);
+                for block in [32, 16] {
+                    let form = acts.int8(block);
                     for row in 0..m {
                         let want = reference::linear::quantize(&x[row * k..(row + 1) * k], block);
-                        let got: Vec<i8> = (0..want.q.len()).map(|c| acts.int8(row, c)).collect();
+                        let got: Vec<i8> = (0..want.q.len()).map(|c| form.value(row, c)).collect();
                         assert_eq!(got, want.q, "{isa:?} k={k} block={block} m={m} row={row}");
                         let (scales, sums): (Vec<f32>, Vec<i32>) =
-                            (0..acts.blocks()).map(|b| acts.scale_and_sum(row, b)).unzip();
+                            (0..form.blocks()).map(|b| form.scale_and_sum(row, b)).unzip();
                         assert_eq!(bits(&scales), bits(&want.scales));
                         assert_eq!(sums, want.sums);
                     }
@@ -270,10 +339,9 @@ fn parts_may_be_written_by_several_threads() {
     let (m, k) = (9, 200);
     let mut rng = Rng(31);
     let x: Vec<f32> = (0..m * k).map(|_| rng.float()).collect();
-    let forms = Forms { floats: true, block: Some(32) };
-    let whole = acts(Isa::best(), &x, k, forms);
+    let whole = acts(Isa::best(), &x, k, EVERY_FORM);
     let mut parts = Acts::new();
-    parts.reset(m, k, forms);
+    parts.reset(m, k, EVERY_FORM);
     std::thread::scope(|scope| {
         for turn in 0..3 {
             let (parts, x) = (&parts, &x);
@@ -287,8 +355,11 @@ fn parts_may_be_written_by_several_threads() {
             });
         }
     });
-    for row in 0..m {
-        assert!((0..224).all(|c| parts.int8(row, c) == whole.int8(row, c)));
-        assert!((0..7).all(|b| parts.scale_and_sum(row, b) == whole.scale_and_sum(row, b)));
+    for block in [32, 16] {
+        let (parts, whole) = (parts.int8(block), whole.int8(block));
+        for row in 0..m {
+            assert!((0..whole.blocks() * block).all(|c| parts.value(row, c) == whole.value(row, c)));
+            assert!((0..whole.blocks()).all(|b| parts.scale_and_sum(row, b) == whole.scale_and_sum(row, b)));
+        }
     }
 }

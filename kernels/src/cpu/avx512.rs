@@ -1,14 +1,14 @@
 //! AVX-512 with VNNI: integer weights times int8 activations; everything else is AVX2's.
 //!
 //! `vpdpbusd` multiplies the unsigned codes of 16 rows as they lie and widens by itself, so one
-//! loop serves int4 and int8, any number of rows, and no sum can overflow.
+//! loop serves int4 and int8, any number of rows, and no sum can overflow. (e2m1 is AVX2's as well.)
 //! Never executed so far: no machine of ours has it. [`Isa::best`] therefore passes it by.
 
 // A register tile is indexed alike where it is loaded, summed and stored.
 #![allow(clippy::needless_range_loop)]
 
-use super::acts::{Acts, MR};
-use super::avx2::{self, prefetch, widen};
+use super::acts::{Acts, Int8, MR};
+use super::avx2::{self, middles, prefetch, widen};
 use super::isa::{Isa, Level};
 use super::linear::{IntPanel, Meta, SPAN, Scratch};
 use quern_models::{PANEL, ZeroKind};
@@ -41,12 +41,17 @@ unsafe fn panel<const BITS: usize>(
     tile: &mut [f32],
     scratch: &mut Scratch,
 ) {
-    let block = a.block();
+    if w.mini.is_some() {
+        // SAFETY: the caller's promises; AVX-512 includes AVX2.
+        return unsafe { (avx2::ISA.int4_int8)(w, a, rows, tile, scratch) };
+    }
+    let (a, block) = (a.int8(w.block), w.block);
     let quad_bytes = BITS * 32;
     tile.fill(0.0);
+    middles(w, 0, &mut scratch.meta);
     for b0 in (0..a.blocks()).step_by(SPAN / block) {
         let count = (a.blocks() - b0).min(SPAN / block);
-        widen(w, block, b0, count, 0, &mut scratch.meta);
+        widen(w, b0, count, 0, &mut scratch.meta);
         let codes = &w.codes[b0 * block / 4 * quad_bytes..][..count * block / 4 * quad_bytes];
         for (i, codes) in codes.chunks_exact(block / 4 * quad_bytes).enumerate() {
             for first in rows.clone().step_by(MR) {
@@ -68,7 +73,7 @@ unsafe fn panel<const BITS: usize>(
 
 /// One block of activation columns for one block of activation rows.
 struct Block<'a> {
-    a: &'a Acts,
+    a: &'a Int8,
     first: usize,
     b: usize,
     slot: usize,

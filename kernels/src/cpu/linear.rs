@@ -4,22 +4,22 @@
 //! depends neither on the instruction set, nor on the number of rows, nor on how rows and panels
 //! were split over calls and threads. (Only a NaN's payload is left open.)
 
-use super::acts::{Acts, MR, Mode};
+use super::acts::{self, Acts, MR, Mode, SMALL_BLOCK};
 use super::buf::Buf;
 use super::isa::Isa;
+use super::mini::{E2M1, E2M1_ZERO, E4M3};
 use quern_models::p64::Shape;
-use quern_models::{FloatType, PANEL, Scheme, TensorView, ZeroKind};
+use quern_models::{FloatType, Mini, PANEL, SUPER, Scheme, TensorView, ZeroKind};
 use std::ops::Range;
 
-/// Columns that a kernel treats at a time: two or four activation blocks.
+/// Columns that a kernel treats at a time: four activation blocks, or eight small ones.
 pub(crate) const SPAN: usize = 128;
 
 /// Outputs of panel `panel` of `w` for activation rows `rows`: `tile[r - rows.start][n % 64]`.
 ///
 /// `rows` starts at a multiple of [`MR`] and ends at one or at the last row. `tile` is
-/// `[rows.len()][64]`; columns past the weight's last row are unspecified for integer weights and
-/// zero for floats. Float weights read the f32 form whatever the mode. Panics if `acts` lacks the
-/// form that [`super::acts::Forms::of`] names (a smaller block will do), or if shapes disagree.
+/// `[rows.len()][64]`; columns past the weight's last row are unspecified for codes and zero for
+/// floats. Panics if `acts` lacks the form that [`super::acts::Forms::of`] names, or if shapes disagree.
 pub fn linear_panel(
     isa: &Isa,
     w: &TensorView,
@@ -45,23 +45,18 @@ pub fn linear_panel(
             // SAFETY: shapes were checked above and in `new`; an Isa is only handed out if detected.
             unsafe { (isa.float)(&panel, acts, rows, tile, scratch) }
         }
-        Scheme::Nested { .. } | Scheme::Mini { .. } | Scheme::Order => panic!("no kernel for {}", w.scheme),
-        Scheme::Int { bits, .. } => {
-            let panel = IntPanel::new(w, panel);
-            let kernel = match mode {
-                Mode::F32 => {
-                    assert!(acts.forms().floats, "exact mode needs f32 activations");
-                    if bits == 4 { isa.int4_f32 } else { isa.int8_f32 }
+        Scheme::Order => panic!("an order is no weight"),
+        Scheme::Int { .. } | Scheme::Nested { .. } | Scheme::Mini { .. } => {
+            let block = acts::block(w.scheme, mode);
+            let panel = IntPanel::new(w, panel, block);
+            let kernel = match (block, panel.bits) {
+                (None, _) => {
+                    assert!(acts.forms().floats, "{} in {mode:?} mode needs f32 activations", w.scheme);
+                    if panel.bits == 4 { isa.int4_f32 } else { isa.int8_f32 }
                 }
-                Mode::Int8 => {
-                    let block = acts.block();
-                    assert!(
-                        block > 0 && panel.group.is_multiple_of(block),
-                        "activation block {block}, group {}",
-                        panel.group
-                    );
-                    if bits == 4 { isa.int4_int8 } else { isa.int8_int8 }
-                }
+                // The kernels fetch the form, which panics if it is not there.
+                (Some(_), 4) => isa.int4_int8,
+                (Some(_), _) => isa.int8_int8,
             };
             // SAFETY: as above.
             unsafe { kernel(&panel, acts, rows, tile, scratch) }
@@ -69,74 +64,144 @@ pub fn linear_panel(
     }
 }
 
-/// One panel of an integer weight; the slices are exactly this panel's.
+/// One panel of a weight of codes; the slices are exactly this panel's.
 #[derive(Clone, Copy)]
 pub(crate) struct IntPanel<'a> {
     /// Real columns.
     pub k: usize,
     pub bits: u8,
     pub group: usize,
+    /// `Mid` for small floats.
     pub zero: ZeroKind,
+    /// What the codes are, if not integers.
+    pub mini: Option<Mini>,
+    /// Columns of a block: of int8 activations, or in exact mode of what shares a scale.
+    pub block: usize,
+    /// What one integer step is worth, in scales: a half for e2m1 codes taken as integers, else 1.
+    pub unit: f32,
+    /// Type of the scales; of the upper level if they are nested.
     pub scale: FloatType,
     /// Address arithmetic of a tensor that is this panel alone.
     shape: Shape,
-    /// `[groups * group / 4]` quads of 128 bytes (int4) or 256 (int8).
+    /// `[groups * group / 4]` quads of 128 bytes (4 bits) or 256 (8 bits).
     pub codes: &'a [u8],
-    /// `[groups][64]` of type `scale`.
+    /// Scales `[groups][64]` of type `scale`, or of i8 if they are nested.
     pub scales: &'a [u8],
-    /// Zero codes `[groups][32]` (int4) or `[groups][64]` (int8), minima `[groups][64]`, or nothing.
+    /// Zero codes `[groups][32]` (4 bits) or `[groups][64]` (8 bits), minima like the scales, or nothing.
     pub zeros: &'a [u8],
+    /// Upper level of nested scales, `[supers][levels][64]`, else nothing.
+    pub supers: &'a [u8],
 }
 
 impl<'a> IntPanel<'a> {
-    /// Cuts panel `p` out of `w`, an integer tensor; panics if a plane is too short for the shape.
-    fn new(w: &TensorView<'a>, p: usize) -> Self {
-        let Scheme::Int { bits, group, zero, scale } = w.scheme else { unreachable!("the caller matched Int") };
-        let group = group as usize;
-        assert!((bits == 4 || bits == 8) && group > 0 && group.is_multiple_of(32), "no kernel for {}", w.scheme);
-        let groups = w.k.div_ceil(group);
+    /// Cuts panel `p` out of `w`, a tensor of codes; panics if a plane is too short for the shape.
+    /// `block`: of the int8 activations; `None` for f32 ones.
+    fn new(w: &TensorView<'a>, p: usize, block: Option<usize>) -> Self {
+        let (bits, group) = w.scheme.coded().expect("the caller matched the schemes with codes");
+        assert!(
+            (bits == 4 || bits == 8) && group > 0 && group.is_multiple_of(SMALL_BLOCK),
+            "no kernel for {}",
+            w.scheme
+        );
+        let shape = Shape::new(PANEL, w.k, bits, group);
         let cut = |plane: &'a [u8], each: usize| &plane[p * each..(p + 1) * each];
-        let scales = groups * PANEL * scale.size();
+        let (zero, mini, scale, nested) = match w.scheme {
+            Scheme::Int { zero, scale, .. } => (zero, None, scale, false),
+            Scheme::Mini { kind, scale, .. } => (ZeroKind::Mid, Some(kind), scale, false),
+            Scheme::Nested { zero, .. } => (zero, None, FloatType::F16, true),
+            Scheme::Float(_) | Scheme::Order => unreachable!("no codes"),
+        };
+        let scales = shape.groups * PANEL * if nested { 1 } else { scale.size() };
         let zeros = match zero {
             ZeroKind::Mid => 0,
-            ZeroKind::Code => groups * PANEL * bits as usize / 8,
+            ZeroKind::Code => shape.groups * PANEL * bits as usize / 8,
             ZeroKind::Min => scales,
         };
+        let levels = if zero == ZeroKind::Min { 2 } else { 1 };
+        let supers = if nested { shape.supers() * levels * PANEL * scale.size() } else { 0 };
+        // Blocks never cross a group.
+        let small = !group.is_multiple_of(acts::BLOCK);
         IntPanel {
             k: w.k,
             bits,
             group,
             zero,
+            mini,
+            block: if small { SMALL_BLOCK } else { acts::BLOCK },
+            unit: if block.is_some() && mini == Some(Mini::E2M1) { 0.5 } else { 1.0 },
             scale,
-            shape: Shape::new(PANEL, w.k, bits, group),
-            codes: cut(w.codes, groups * group * PANEL * bits as usize / 8),
+            shape,
+            codes: cut(w.codes, shape.k_pad * PANEL * bits as usize / 8),
             scales: cut(w.scales, scales),
             zeros: cut(w.zeros, zeros),
+            supers: cut(w.supers, supers),
         }
     }
 
-    /// Scale of (row of the panel, group).
+    /// Scale of (row of the panel, group), of one integer step in int8 kernels.
     pub fn scale_at(&self, r: usize, g: usize) -> f32 {
-        self.scale.read(self.scales, g * PANEL + r)
+        self.unit
+            * match self.upper(g, 0) {
+                Some(d) => self.scale.read(d, r) * self.scales[g * PANEL + r] as i8 as f32,
+                None => self.scale.read(self.scales, g * PANEL + r),
+            }
     }
 
-    /// Code of (row of the panel, column).
-    pub fn code_at(&self, r: usize, k: usize) -> i32 {
-        self.shape.code(self.codes, r, k) as i32
+    /// Upper level of the nested scales (`level` 0) or minima (1) of a group, `[64]`.
+    #[inline]
+    pub fn upper(&self, g: usize, level: usize) -> Option<&'a [u8]> {
+        if self.supers.is_empty() {
+            return None;
+        }
+        let levels = if self.zero == ZeroKind::Min { 2 } else { 1 };
+        let at = self.shape.super_at(0, g * self.group / SUPER, levels, level) * self.scale.size();
+        Some(&self.supers[at..][..PANEL * self.scale.size()])
     }
 
-    /// The code that means zero; 0 where a minimum is stored instead.
+    /// Integer that the code of (row of the panel, column) is or stands for; not for e4m3.
+    pub fn int_at(&self, r: usize, k: usize) -> i32 {
+        let code = self.shape.code(self.codes, r, k);
+        if self.mini == Some(Mini::E2M1) { E2M1[code as usize] as i32 } else { code as i32 }
+    }
+
+    /// The integer that means zero; 0 where a minimum is stored instead.
     pub fn zero_at(&self, r: usize, g: usize) -> i32 {
         match self.zero {
-            ZeroKind::Mid => 1 << (self.bits - 1),
+            ZeroKind::Mid => self.middle(),
             ZeroKind::Min => 0,
             ZeroKind::Code => self.shape.zero(self.zeros, r, g) as i32,
         }
     }
 
+    /// The integer that means zero where none is stored.
+    pub fn middle(&self) -> i32 {
+        if self.mini == Some(Mini::E2M1) { E2M1_ZERO } else { 1 << (self.bits - 1) }
+    }
+
     /// Stored minimum, or 0.
     pub fn min_at(&self, r: usize, g: usize) -> f32 {
-        if self.zero == ZeroKind::Min { self.scale.read(self.zeros, g * PANEL + r) } else { 0.0 }
+        if self.zero != ZeroKind::Min {
+            return 0.0;
+        }
+        match self.upper(g, 1) {
+            Some(d) => self.scale.read(d, r) * self.zeros[g * PANEL + r] as i8 as f32,
+            None => self.scale.read(self.zeros, g * PANEL + r),
+        }
+    }
+
+    /// Weights of row `r`, `[k]`, as [`TensorView::at`] has them.
+    pub fn weights(&self, r: usize, to: &mut [f32]) {
+        for (g, to) in to.chunks_mut(self.group).enumerate() {
+            let (s, z, m) = (self.scale_at(r, g), self.zero_at(r, g), self.min_at(r, g));
+            for (k, to) in (g * self.group..).zip(to) {
+                *to = match self.mini {
+                    Some(Mini::E4M3) => s * E4M3[self.shape.code(self.codes, r, k) as usize],
+                    Some(Mini::E2M1) => s * (0.5 * (self.int_at(r, k) - z) as f32),
+                    None if self.zero == ZeroKind::Min => s * self.int_at(r, k) as f32 + m,
+                    None => s * (self.int_at(r, k) - z) as f32,
+                };
+            }
+        }
     }
 }
 
@@ -178,17 +243,20 @@ impl Scratch {
     }
 }
 
+/// Blocks of a span, at most.
+const SLOTS: usize = SPAN / SMALL_BLOCK;
+
 /// Scales and zeros of the groups that a span touches, widened.
 #[repr(C, align(64))]
 pub(crate) struct Meta {
     /// Scales, `[group slot][64]`.
-    pub s: [[f32; PANEL]; SPAN / 32],
+    pub s: [[f32; PANEL]; SLOTS],
     /// What to subtract, times the sum of the activations.
-    pub z: [[i32; PANEL]; SPAN / 32],
+    pub z: [[i32; PANEL]; SLOTS],
     /// Minima.
-    pub m: [[f32; PANEL]; SPAN / 32],
+    pub m: [[f32; PANEL]; SLOTS],
     /// Group slot of each activation block of the span.
-    pub slot: [usize; SPAN / 32],
+    pub slot: [usize; SLOTS],
 }
 
 impl Meta {
@@ -203,6 +271,7 @@ impl Meta {
 
 impl Default for Meta {
     fn default() -> Self {
-        Meta { s: [[0.0; PANEL]; 4], z: [[0; PANEL]; 4], m: [[0.0; PANEL]; 4], slot: [0; 4] }
+        let (floats, ints) = ([[0.0; PANEL]; SLOTS], [[0; PANEL]; SLOTS]);
+        Meta { s: floats, z: ints, m: floats, slot: [0; SLOTS] }
     }
 }

@@ -8,10 +8,12 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod buf;
+pub mod embed;
 pub mod isa;
 pub mod kv;
 pub mod lanes;
 pub mod linear;
+mod mini;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 pub mod ops;

@@ -7,9 +7,10 @@
 // A register tile is indexed alike where it is loaded, summed and stored.
 #![allow(clippy::needless_range_loop)]
 
-use super::acts::{Acts, MR};
+use super::acts::{Acts, Int8, MR};
 use super::isa::{Isa, Level};
 use super::linear::{FloatPanel, IntPanel, Meta, Scratch};
+use super::mini::E2M1;
 use super::scalar;
 use quern_models::{FloatType, PANEL, ZeroKind};
 use std::arch::aarch64::*;
@@ -39,7 +40,7 @@ unsafe fn panel<const BITS: usize>(
     tile: &mut [f32],
     scratch: &mut Scratch,
 ) {
-    let block = a.block();
+    let (a, block) = (a.int8(w.block), w.block);
     let block_bytes = block / 4 * BITS * 32;
     tile.fill(0.0);
     for b in 0..a.blocks() {
@@ -49,7 +50,7 @@ unsafe fn panel<const BITS: usize>(
         }
         let codes = &w.codes[b * block_bytes..][..block_bytes];
         for first in rows.clone().step_by(MR) {
-            let at = Block { a, first, b, min: w.zero == ZeroKind::Min };
+            let at = Block { a, first, b, min: w.zero == ZeroKind::Min, e2m1: w.mini.is_some() };
             for strip in 0..4 {
                 // SAFETY: the instructions exist; `codes` are the block's; the rows are in `a` and `tile`.
                 unsafe {
@@ -78,10 +79,12 @@ fn widen(w: &IntPanel, g: usize, meta: &mut Meta) {
 
 /// One block of activation columns for one block of activation rows.
 struct Block<'a> {
-    a: &'a Acts,
+    a: &'a Int8,
     first: usize,
     b: usize,
     min: bool,
+    /// Codes are looked up.
+    e2m1: bool,
 }
 
 impl Block<'_> {
@@ -96,7 +99,7 @@ impl Block<'_> {
         for quad in 0..self.a.block() / 4 {
             // SAFETY: the caller's promises.
             unsafe {
-                let codes = weights::<BITS>(w.add(quad * BITS * 32), strip);
+                let codes = weights::<BITS>(w.add(quad * BITS * 32), strip, self.e2m1);
                 for r in 0..R {
                     let a = q.add((quad * R + r) * 4).cast::<i32>().read_unaligned();
                     let a = vreinterpretq_s8_s32(vdupq_n_s32(a));
@@ -128,13 +131,13 @@ impl Block<'_> {
     }
 }
 
-/// Codes of 16 rows and 4 columns as signed bytes: four vectors of 4 rows, in row order.
+/// Integers of 16 rows and 4 columns as signed bytes: four vectors of 4 rows, in row order.
 ///
 /// # Safety
 /// A quad of codes is readable at `w`.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
-unsafe fn weights<const BITS: usize>(w: *const u8, strip: usize) -> [int8x16_t; 4] {
+unsafe fn weights<const BITS: usize>(w: *const u8, strip: usize, e2m1: bool) -> [int8x16_t; 4] {
     let signed = |v: uint8x16_t| vreinterpretq_s8_u8(v);
     if BITS == 8 {
         // SAFETY: the caller's promise: a strip is 64 of the quad's 256 bytes.
@@ -145,7 +148,13 @@ unsafe fn weights<const BITS: usize>(w: *const u8, strip: usize) -> [int8x16_t; 
     // SAFETY: the caller's promise: a strip is 32 of the quad's 128 bytes.
     let (a, b) = unsafe { (vld1q_u8(w.add(strip * 32)), vld1q_u8(w.add(strip * 32 + 16))) };
     let low = vdupq_n_u8(15);
-    [signed(vandq_u8(a, low)), signed(vandq_u8(b, low)), signed(vshrq_n_u8::<4>(a)), signed(vshrq_n_u8::<4>(b))]
+    let codes = [vandq_u8(a, low), vandq_u8(b, low), vshrq_n_u8::<4>(a), vshrq_n_u8::<4>(b)];
+    if e2m1 {
+        // SAFETY: the table has 16 bytes.
+        let table = unsafe { vld1q_u8(E2M1.as_ptr()) };
+        return codes.map(|c| signed(vqtbl1q_u8(table, c)));
+    }
+    codes.map(signed)
 }
 
 /// `acc[lane] += dot(w[4 lane ..], a[4 lane ..])`.

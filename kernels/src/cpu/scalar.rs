@@ -1,6 +1,6 @@
 //! The table that runs anywhere. Correct first; fast enough to test with.
 
-use super::acts::{Acts, Quantum, TINY};
+use super::acts::{Acts, BLOCK, Quantum, TINY};
 use super::isa::{Isa, Level};
 use super::linear::{FloatPanel, IntPanel, Scratch};
 use quern_models::{PANEL, ZeroKind};
@@ -41,7 +41,7 @@ pub(crate) unsafe fn quantize(x: &[f32], to: *mut i8, step: usize) -> Quantum {
     Quantum { scale, sum: sums[0] + sums[1], middle: middle(sums) }
 }
 
-/// `-8 * sum` of both sums, as two 16-bit numbers; they fit for a block of 32.
+/// `-8 * sum` of both sums, as two 16-bit numbers, which they fit.
 pub(crate) fn middle([low, high]: [i32; 2]) -> i32 {
     (-8 * low) & 0xffff | (-8 * high) << 16
 }
@@ -50,19 +50,19 @@ pub(crate) fn middle([low, high]: [i32; 2]) -> i32 {
 /// Shapes as [`super::linear::linear_panel`] checks them.
 unsafe fn int_int8(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], _: &mut Scratch) {
     tile.fill(0.0);
-    let block = a.block();
-    let mut codes = [[0i32; 64]; PANEL];
+    let (a, block) = (a.int8(w.block), w.block);
+    let mut ints = [[0i32; BLOCK]; PANEL];
     for b in 0..a.blocks() {
         let g = b * block / w.group;
-        for (r, codes) in codes.iter_mut().enumerate() {
-            (0..block).for_each(|k| codes[k] = w.code_at(r, b * block + k));
+        for (r, ints) in ints.iter_mut().enumerate() {
+            (0..block).for_each(|k| ints[k] = w.int_at(r, b * block + k));
         }
         for (row, tile) in rows.clone().zip(tile.chunks_exact_mut(PANEL)) {
-            let mut q = [0i32; 64];
-            (0..block).for_each(|k| q[k] = a.int8(row, b * block + k) as i32);
+            let mut q = [0i32; BLOCK];
+            (0..block).for_each(|k| q[k] = a.value(row, b * block + k) as i32);
             let (sa, sum) = a.scale_and_sum(row, b);
             for (r, y) in tile.iter_mut().enumerate() {
-                let dot: i32 = codes[r].iter().zip(&q).map(|(code, q)| code * q).sum();
+                let dot: i32 = ints[r].iter().zip(&q).map(|(int, q)| int * q).sum();
                 *y = ((dot - w.zero_at(r, g) * sum) as f32).mul_add(w.scale_at(r, g) * sa, *y);
                 if w.zero == ZeroKind::Min {
                     *y = (w.min_at(r, g) * sa).mul_add(sum as f32, *y);
@@ -78,14 +78,7 @@ pub(super) unsafe fn int_f32(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &
     scratch.weights.reserve(w.k);
     for r in 0..PANEL {
         let weights = scratch.weights.slice_mut(w.k);
-        for (k, weight) in weights.iter_mut().enumerate() {
-            let g = k / w.group;
-            let s = w.scale_at(r, g);
-            *weight = match w.zero {
-                ZeroKind::Min => s * w.code_at(r, k) as f32 + w.min_at(r, g),
-                _ => s * (w.code_at(r, k) - w.zero_at(r, g)) as f32,
-            };
-        }
+        w.weights(r, weights);
         for (i, row) in rows.clone().enumerate() {
             // SAFETY: the row exists and is readable for k columns.
             let x = unsafe { std::slice::from_raw_parts(a.row_ptr(row), w.k) };

@@ -1,8 +1,9 @@
 //! What a linear layer computes. This is the specification; every kernel gives these very bits.
 //!
-//! One row of activations at a time, so that nothing here can depend on a batch.
+//! One row of activations at a time, so that nothing here can depend on a batch: [`default`] in default
+//! mode, [`f32`] in exact mode.
 
-use quern_models::{Scheme, TensorView, ZeroKind, p64::Shape};
+use quern_models::{Mini, Scheme, TensorView, ZeroKind, p64::Shape};
 
 /// One row quantized to int8: values, and per block of columns a scale and the sum of the values.
 pub struct Quantized {
@@ -39,26 +40,55 @@ pub fn quantize(x: &[f32], block: usize) -> Quantized {
     out
 }
 
-/// An integer weight and int8 activations. Per block of columns, ascending:
-/// `t = sum(q * a) - z * sum(a)`, exact; `y = fma(t, s * sa, y)`; and with a minimum (`z = 0`) also
-/// `y = fma(m * sa, sum(a), y)`.
+/// One row through a weight in default mode: int8 activations where [`block`] names a size, else f32.
+pub fn default(w: &TensorView, x: &[f32]) -> Vec<f32> {
+    match block(w.scheme) {
+        Some(block) => int8(w, &quantize(x, block), block),
+        None => f32(w, x),
+    }
+}
+
+/// Columns of an activation block in default mode: 32 where they divide the weight's group, else 16,
+/// which always do. Weights that are floats, or codes of floats that no small integers stand for
+/// (e4m3), have none.
+pub fn block(scheme: Scheme) -> Option<usize> {
+    match scheme {
+        Scheme::Float(_) | Scheme::Order | Scheme::Mini { kind: Mini::E4M3, .. } => None,
+        Scheme::Int { group, .. } | Scheme::Nested { group, .. } | Scheme::Mini { group, .. } => {
+            Some(if group % 32 == 0 { 32 } else { 16 })
+        }
+    }
+}
+
+/// A weight of small integers and int8 activations. Per block of columns, ascending:
+/// `t = sum(u * a) - z * sum(a)`, exact; `y = fma(t, s * sa, y)`; and with a minimum (`z = 0`) also
+/// `y = fma(m * sa, sum(a), y)`. `u` are the codes. Codes e2m1 are halves of integers: there
+/// `u = 2 * value + 12`, `z = 12`, and half the scale is `s`.
 pub fn int8(w: &TensorView, x: &Quantized, block: usize) -> Vec<f32> {
-    let Scheme::Int { bits, group, zero, scale } = w.scheme else { panic!("{} is not an integer scheme", w.scheme) };
-    let shape = Shape::new(w.n, w.k, bits, group as usize);
+    let (bits, group) = w.scheme.coded().unwrap_or_else(|| panic!("{} has no codes", w.scheme));
+    let shape = Shape::new(w.n, w.k, bits, group);
+    let code = |n: usize, k: usize| match w.scheme {
+        Scheme::Mini { kind, .. } => (2.0 * kind.value(shape.code(w.codes, n, k)) + 12.0) as i32,
+        _ => shape.code(w.codes, n, k) as i32,
+    };
+    let (zero, middle, unit) = match w.scheme {
+        Scheme::Int { zero, .. } | Scheme::Nested { zero, .. } => (zero, 1 << (bits - 1), 1.0),
+        Scheme::Mini { kind: Mini::E2M1, .. } => (ZeroKind::Mid, 12, 0.5),
+        _ => panic!("{} is not made of small integers", w.scheme),
+    };
     let row = |n: usize| {
         let mut y = 0f32;
         for (b, (sa, sum)) in x.scales.iter().zip(&x.sums).enumerate() {
-            let g = b * block / group as usize;
-            let dot: i32 = (b * block..(b + 1) * block).map(|k| shape.code(w.codes, n, k) as i32 * x.q[k] as i32).sum();
+            let g = b * block / group;
+            let dot: i32 = (b * block..(b + 1) * block).map(|k| code(n, k) * x.q[k] as i32).sum();
             let z = match zero {
-                ZeroKind::Mid => 1 << (bits - 1),
+                ZeroKind::Mid => middle,
                 ZeroKind::Code => shape.zero(w.zeros, n, g) as i32,
                 ZeroKind::Min => 0,
             };
-            let cell = shape.cell(n, g);
-            y = ((dot - z * sum) as f32).mul_add(scale.read(w.scales, cell) * sa, y);
+            y = ((dot - z * sum) as f32).mul_add(w.scale(n, g) * unit * sa, y);
             if zero == ZeroKind::Min {
-                y = (scale.read(w.zeros, cell) * sa).mul_add(*sum as f32, y);
+                y = (w.min(n, g) * sa).mul_add(*sum as f32, y);
             }
         }
         y
@@ -66,7 +96,7 @@ pub fn int8(w: &TensorView, x: &Quantized, block: usize) -> Vec<f32> {
     (0..w.n).map(row).collect()
 }
 
-/// Any weight and f32 activations. Column `k` adds to partial sum `k % 4` of an integer weight, or
+/// Any weight and f32 activations. Column `k` adds to partial sum `k % 4` of a weight of codes, or
 /// `k % 8` of a float one, by fma, ascending; then the partial sums are added as a fixed tree.
 pub fn f32(w: &TensorView, x: &[f32]) -> Vec<f32> {
     let row = |n: usize| {

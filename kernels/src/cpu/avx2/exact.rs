@@ -1,4 +1,4 @@
-//! Integer weights, f32 activations: weights are dequantized exactly as `TensorView::at` says.
+//! Weights of codes, f32 activations: weights are dequantized exactly as `TensorView::at` says.
 //!
 //! A span of 64 columns is dequantized once, `[k % 4][k / 4][64 rows]` (16 KiB), and all rows sweep
 //! over it. The four partial sums by `k % 4` never meet before the end, so they are four
@@ -22,14 +22,15 @@ pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mu
     scratch.weights.reserve(4 * LANE);
     scratch.partial.reserve(m * 4 * PANEL);
     scratch.partial.slice_mut(m * 4 * PANEL).fill(0.0);
+    middles(w, 0, &mut scratch.meta);
     let (weights, partial) = (scratch.weights.ptr(), scratch.partial.ptr());
     for k0 in (0..w.k).step_by(COLUMNS) {
         let columns = (w.k - k0).min(COLUMNS);
-        let halves = columns.div_ceil(32);
-        widen(w, 32, k0 / 32, halves, 0, &mut scratch.meta);
-        for half in 0..halves {
-            // SAFETY: groups are whole multiples of 32 columns, so the codes of the half exist.
-            unsafe { dequantize(w, k0 / 32 + half, &scratch.meta, half, weights) }
+        let (b0, blocks) = (k0 / w.block, columns.div_ceil(w.block));
+        widen(w, b0, blocks, 0, &mut scratch.meta);
+        for i in 0..blocks {
+            // SAFETY: groups are whole multiples of blocks, so the codes of the block exist.
+            unsafe { dequantize(w, b0 + i, &scratch.meta, i, weights) }
         }
         for kk in 0..columns.min(4) {
             let quads = (columns - kk).div_ceil(4);
@@ -63,44 +64,98 @@ pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mu
     }
 }
 
-/// Dequantizes 32 columns, `part` of them before, into the half `half` of `to`.
+/// Dequantizes block `b` of columns, which is block `i` of the span `to`.
 ///
 /// # Safety
 /// The codes exist, `to` has room for a span.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn dequantize(w: &IntPanel, part: usize, meta: &Meta, half: usize, to: *mut f32) {
-    let slot = meta.slot[half];
+unsafe fn dequantize(w: &IntPanel, b: usize, meta: &Meta, i: usize, to: *mut f32) {
+    let (slot, quads) = (meta.slot[i], w.block / 4);
     let quad_bytes = w.bits as usize * 32;
-    let codes = w.codes[part * 8 * quad_bytes..][..8 * quad_bytes].as_ptr();
-    let mask = _mm256_set1_epi32((1 << w.bits) - 1);
+    let codes = w.codes[b * quads * quad_bytes..][..quads * quad_bytes].as_ptr();
+    let to = to.wrapping_add(i * quads * PANEL);
     for v in 0..8 {
-        // SAFETY: a meta row has 64 elements; `codes` holds 8 quads; `to` by the caller's promise.
+        // SAFETY: a meta row has 64 elements; `codes` holds the quads; `to` by the caller's promise.
         unsafe {
             let s = load(meta.s[slot].as_ptr().add(v * 8));
             let z = _mm256_loadu_si256(meta.z[slot].as_ptr().add(v * 8).cast());
             let m = load(meta.m[slot].as_ptr().add(v * 8));
-            for q in 0..8 {
-                // Vector v holds rows 8v..8v+8: of int4 in one nibble, of int8 in bytes.
+            for q in 0..quads {
+                // Vector v holds rows 8v..8v+8: of 4 bits in one nibble, of 8 bits in bytes.
                 let codes = codes.add(q * quad_bytes);
+                let to = to.add(q * PANEL + v * 8);
+                if w.mini == Some(Mini::E4M3) {
+                    let values = e4m3(load_bytes(codes.add(v * 32)));
+                    for kk in 0..4 {
+                        _mm256_storeu_ps(to.add(kk * LANE), _mm256_mul_ps(s, values[kk]));
+                    }
+                    continue;
+                }
                 let mut lanes = if w.bits == 4 {
                     let both = load_bytes(codes.add(v / 2 * 32));
-                    if v % 2 == 0 { both } else { _mm256_srli_epi32::<4>(both) }
+                    let one = if v % 2 == 0 { both } else { _mm256_srli_epi32::<4>(both) };
+                    let one = _mm256_and_si256(one, _mm256_set1_epi8(15));
+                    if w.mini.is_some() { e2m1(one) } else { one }
                 } else {
                     load_bytes(codes.add(v * 32))
                 };
                 for kk in 0..4 {
-                    let code = _mm256_and_si256(lanes, mask);
+                    let code = _mm256_and_si256(lanes, _mm256_set1_epi32(255));
                     lanes = _mm256_srli_epi32::<8>(lanes);
                     let value = if w.zero == ZeroKind::Min {
                         _mm256_add_ps(_mm256_mul_ps(s, _mm256_cvtepi32_ps(code)), m)
+                    } else if w.mini.is_some() {
+                        let twice = _mm256_cvtepi32_ps(_mm256_sub_epi32(code, z));
+                        _mm256_mul_ps(s, _mm256_mul_ps(twice, _mm256_set1_ps(0.5)))
                     } else {
                         _mm256_mul_ps(s, _mm256_cvtepi32_ps(_mm256_sub_epi32(code, z)))
                     };
-                    _mm256_storeu_ps(to.add(kk * LANE + (half * 8 + q) * PANEL + v * 8), value);
+                    _mm256_storeu_ps(to.add(kk * LANE), value);
                 }
             }
         }
     }
+}
+
+/// Values of 8 rows and 4 columns of e4m3 codes, by column.
+///
+/// A code's bits, moved, are a half float 2^8 times too small (its exponent bias is 15, not 7), and
+/// what is subnormal in one is subnormal in the other: the conversion takes either without a penalty.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn e4m3(codes: __m256i) -> [__m256; 4] {
+    // Bytes [row][column] become [column][row], columns 0 and 1 in the lower 128-bit lane.
+    let by_column = _mm256_setr_epi8(
+        0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,
+    );
+    let join = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    let codes = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(codes, by_column), join);
+    let zero = _mm256_setzero_si256();
+    let (even, odd) = (half(_mm256_unpacklo_epi8(zero, codes)), half(_mm256_unpackhi_epi8(zero, codes)));
+    [
+        value(_mm256_castsi256_si128(even)),
+        value(_mm256_castsi256_si128(odd)),
+        value(_mm256_extracti128_si256::<1>(even)),
+        value(_mm256_extracti128_si256::<1>(odd)),
+    ]
+}
+
+/// Half floats, 2^8 times too small, of e4m3 codes in the upper bytes of 16-bit lanes.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn half(upper: __m256i) -> __m256i {
+    // Sign twice, 4 bits of exponent, 3 of mantissa, zeros; then the second sign goes.
+    let h = _mm256_and_si256(_mm256_srai_epi16::<1>(upper), _mm256_set1_epi16(!0x4000));
+    // The code of NaN, and only it, carries into the top bit of the exponent.
+    let carry = _mm256_and_si256(_mm256_add_epi16(h, _mm256_set1_epi16(0x80)), _mm256_set1_epi16(0x4000));
+    _mm256_or_si256(h, carry)
+}
+
+/// Such half floats at their size.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn value(half: __m128i) -> __m256 {
+    _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0))
 }
 
 /// `p[r][n] = fma(w[q][n], x[r][4q], p[r][n])`, `q` ascending, for `R` rows; `N` vectors at a time.

@@ -5,7 +5,7 @@
 //! pair is widened at once. Codes are read in place for any number of rows: there is nothing to unpack.
 
 use super::*;
-use crate::cpu::acts::{Acts, MR};
+use crate::cpu::acts::{Acts, Int8, MR};
 use crate::cpu::linear::{SPAN, Scratch};
 use std::ops::Range;
 
@@ -16,6 +16,7 @@ const SWEEP: usize = 24;
 /// AVX2, FMA, F16C exist; shapes as [`crate::cpu::linear::linear_panel`] checks them.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
+    let a = a.int8(w.block);
     // SAFETY: the caller's promises.
     unsafe {
         match w.zero {
@@ -29,12 +30,13 @@ pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mu
 /// # Safety
 /// As [`panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn spans<const Z: u8>(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
+unsafe fn spans<const Z: u8>(w: &IntPanel, a: &Int8, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
     let block = a.block();
     tile.fill(0.0);
+    middles(w, 128, &mut scratch.meta);
     for b0 in (0..a.blocks()).step_by(SPAN / block) {
         let count = (a.blocks() - b0).min(SPAN / block);
-        widen(w, block, b0, count, 128, &mut scratch.meta);
+        widen(w, b0, count, 128, &mut scratch.meta);
         let codes = w.codes[b0 * block * 64..][..count * block * 64].as_ptr();
         // Few rows: one pass over the codes. Many: 16 weight rows at a time, whose 2 KiB of a span
         // stay in the L1 cache with the activations and the outputs.
@@ -62,7 +64,7 @@ unsafe fn spans<const Z: u8>(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &
 
 /// One block of activation rows against one span.
 struct Span<'a> {
-    a: &'a Acts,
+    a: &'a Int8,
     /// First activation row.
     first: usize,
     /// First activation block, their count and their columns.

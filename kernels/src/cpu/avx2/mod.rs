@@ -2,7 +2,7 @@
 //!
 //! A 32-byte load of P64 codes holds 4 consecutive columns of 8 rows, one row per 32-bit lane, so
 //! a lane is an output and no sum ever crosses lanes. Files: [`int4`] and [`int8`] with int8
-//! activations, [`exact`] for integer weights with f32 activations, [`float`], [`quantize`].
+//! activations, [`exact`] for weights of codes with f32 activations, [`float`], [`quantize`].
 //! Legend: `w` weights, `a` int8 activations, `x` f32 ones, `s` scales, `z` zero codes, `m` minima,
 //! `y` outputs, `b` activation block, `r` activation row.
 
@@ -17,7 +17,8 @@ mod quantize;
 
 use super::isa::{Isa, Level};
 use super::linear::{IntPanel, Meta};
-use quern_models::{FloatType, PANEL, ZeroKind};
+use super::mini::E2M1;
+use quern_models::{FloatType, Mini, PANEL, ZeroKind};
 use std::arch::x86_64::*;
 
 pub(crate) static ISA: Isa = Isa {
@@ -102,45 +103,84 @@ unsafe fn load8(kind: FloatType, p: *const u8, i: usize) -> __m256 {
     }
 }
 
-/// Widens scales, zeros and minima of blocks `b0..b0 + count` of `block` columns into `meta`.
-///
-/// Zeros are stored less `bias`, as 16-bit numbers in 32-bit lanes: a factor for `vpmaddwd`.
+/// Zeros of all slots of `meta`, where none are stored; see [`widen`]. To be called before it, once a panel.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn widen(w: &IntPanel, block: usize, b0: usize, count: usize, bias: i32, meta: &mut Meta) {
+pub(super) fn middles(w: &IntPanel, bias: i32, meta: &mut Meta) {
+    let z = if w.zero == ZeroKind::Mid { w.middle() } else { 0 };
+    let z = _mm256_set1_epi32((z - bias) & 0xffff);
+    for slot in &mut meta.z {
+        for to in slot.chunks_exact_mut(8) {
+            // SAFETY: a chunk has 8 elements.
+            unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), z) }
+        }
+    }
+}
+
+/// Widens scales, stored zeros and minima of blocks `b0..b0 + count` into `meta`.
+///
+/// Zeros are kept less `bias`, as 16-bit numbers in 32-bit lanes: a factor for `vpmaddwd`.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn widen(w: &IntPanel, b0: usize, count: usize, bias: i32, meta: &mut Meta) {
     let mut slot = 0;
     for i in 0..count {
-        let g = (b0 + i) * block / w.group;
-        if i > 0 && g == (b0 + i - 1) * block / w.group {
+        let g = (b0 + i) * w.block / w.group;
+        if i > 0 && g == (b0 + i - 1) * w.block / w.group {
             meta.slot[i] = slot;
             continue;
         }
         slot += (i > 0) as usize;
         meta.slot[i] = slot;
-        let scales = &w.scales[g * PANEL * w.scale.size()..][..PANEL * w.scale.size()];
-        floats(w.scale, scales, &mut meta.s[slot]);
-        match w.zero {
-            ZeroKind::Mid => meta.z[slot].fill(((1 << (w.bits - 1)) - bias) & 0xffff),
-            ZeroKind::Code if w.bits == 4 => zeros4(&w.zeros[g * 32..][..32], bias, &mut meta.z[slot]),
-            ZeroKind::Code => {
-                let zeros = &w.zeros[g * PANEL..][..PANEL];
-                meta.z[slot].iter_mut().zip(zeros).for_each(|(z, c)| *z = (*c as i32 - bias) & 0xffff);
+        if w.supers.is_empty() {
+            let plane = g * PANEL * w.scale.size()..(g + 1) * PANEL * w.scale.size();
+            floats(w.scale, &w.scales[plane.clone()], w.unit, &mut meta.s[slot]);
+            if w.zero == ZeroKind::Min {
+                floats(w.scale, &w.zeros[plane], 1.0, &mut meta.m[slot]);
             }
-            ZeroKind::Min => {
-                meta.z[slot].fill(-bias & 0xffff);
-                floats(w.scale, &w.zeros[g * PANEL * w.scale.size()..][..scales.len()], &mut meta.m[slot]);
+        } else {
+            nested(w, w.scales, g, 0, &mut meta.s[slot]);
+            if w.zero == ZeroKind::Min {
+                nested(w, w.zeros, g, 1, &mut meta.m[slot]);
+            }
+        }
+        if w.zero == ZeroKind::Code && w.bits == 4 {
+            zeros4(&w.zeros[g * 32..][..32], bias, &mut meta.z[slot]);
+        } else if w.zero == ZeroKind::Code {
+            for (z, c) in meta.z[slot].iter_mut().zip(&w.zeros[g * PANEL..][..PANEL]) {
+                *z = (*c as i32 - bias) & 0xffff;
             }
         }
     }
 }
 
-/// 64 floats, widened.
+/// 64 floats, widened, times `unit`.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn floats(kind: FloatType, from: &[u8], to: &mut [f32; PANEL]) {
+fn floats(kind: FloatType, from: &[u8], unit: f32, to: &mut [f32; PANEL]) {
     assert_eq!(from.len(), PANEL * kind.size());
+    let unit = _mm256_set1_ps(unit);
     for i in (0..PANEL).step_by(8) {
         // SAFETY: `from` has 64 elements by the assertion, `to` by its type.
-        unsafe { _mm256_storeu_ps(to.as_mut_ptr().add(i), load8(kind, from.as_ptr(), i)) }
+        unsafe {
+            let wide = _mm256_mul_ps(load8(kind, from.as_ptr(), i), unit);
+            _mm256_storeu_ps(to.as_mut_ptr().add(i), wide);
+        }
+    }
+}
+
+/// Scales (`level` 0, of plane `lower`) or minima (1) of group `g`, both levels multiplied.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn nested(w: &IntPanel, lower: &[u8], g: usize, level: usize, to: &mut [f32; PANEL]) {
+    let upper = w.upper(g, level).unwrap_or(&[]);
+    let lower = &lower[g * PANEL..][..PANEL];
+    assert_eq!(upper.len(), PANEL * FloatType::F16.size());
+    for i in (0..PANEL).step_by(8) {
+        // SAFETY: `lower` and `upper` have 64 elements, `to` by its type.
+        unsafe {
+            let lower = _mm256_cvtepi8_epi32(_mm_loadl_epi64(lower.as_ptr().add(i).cast()));
+            let upper = load8(FloatType::F16, upper.as_ptr(), i);
+            _mm256_storeu_ps(to.as_mut_ptr().add(i), _mm256_mul_ps(upper, _mm256_cvtepi32_ps(lower)));
+        }
     }
 }
 
@@ -156,10 +196,21 @@ fn zeros4(from: &[u8], bias: i32, to: &mut [i32; PANEL]) {
     }
 }
 
+/// The integers of e2m1 codes 0..16 (nibbles in bytes).
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn e2m1(codes: __m256i) -> __m256i {
+    // SAFETY: the table has 16 bytes.
+    let table = unsafe { _mm_loadu_si128(E2M1.as_ptr().cast()) };
+    _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes)
+}
+
 /// Zero kinds as const generics, which cannot be a [`ZeroKind`].
 const MID: u8 = 0;
 const CODE: u8 = 1;
 const MIN: u8 = 2;
+/// The middle code of e2m1, whose codes are looked up.
+const FP4: u8 = 3;
 
 /// A block's scale and sum of one activation row.
 #[derive(Clone, Copy)]

@@ -13,7 +13,7 @@ mod tensors;
 
 use std::sync::Arc;
 
-use quern_models::{ModelFile, ModelSpec, Scheme, TensorView};
+use quern_models::{ModelFile, ModelSpec};
 
 use self::{
     angles::Angles,
@@ -25,6 +25,7 @@ use crate::{
     cpu::{
         acts::{Acts, Forms, Mode},
         attend,
+        embed::embed_row,
         isa::Isa,
         kv::{KvMemory, KvType},
         lanes::Simd,
@@ -252,15 +253,4 @@ enum Readers {
     Attention(usize),
     Mlp(usize),
     Head,
-}
-
-/// One row of an embedding table in f32, equal to [`TensorView::at`] element by element.
-fn embed_row(table: &TensorView, row: usize, out: &mut [f32]) {
-    match table.scheme {
-        Scheme::Float(t) => {
-            let bytes = &table.codes[row * table.k * t.size()..(row + 1) * table.k * t.size()];
-            out.iter_mut().enumerate().for_each(|(i, o)| *o = t.read(bytes, i));
-        }
-        _ => out.iter_mut().enumerate().for_each(|(i, o)| *o = table.at(row, i)),
-    }
 }
