@@ -100,8 +100,9 @@ impl Tensors for Checkpoint<'_> {
         self.tensors.range::<str, _>(from).next().is_some_and(|(name, _)| name.starts_with(prefix))
     }
 
-    fn outputs(&self, module: &str, transposed: bool) -> Option<usize> {
-        let shape = |part: &str| match self.tensors.get(&format!("{module}.{part}")).map(|raw| &raw.shape[..]) {
+    fn outputs(&self, module: &str, transposed: bool, said: usize) -> Option<usize> {
+        let get = |part: &str| self.tensors.get(&format!("{module}.{part}"));
+        let shape = |part: &str| match get(part).map(|raw| &raw.shape[..]) {
             Some(&[n, k]) => Some((n as usize, k as usize)),
             _ => None,
         };
@@ -111,10 +112,9 @@ impl Tensors for Checkpoint<'_> {
         if let Some((n, _)) = shape("weight_packed") {
             return Some(n);
         }
-        // GPTQ and AWQ have outputs along the rows of their scales, AWQ's gemv formats down the columns of both.
-        match (shape("qweight")?, shape("scales")?) {
-            ((n, words), (rows, cols)) if n == rows && words != cols => Some(n),
-            (_, (_, n)) => Some(n),
-        }
+        // GPTQ and most of AWQ have outputs along the rows of their scales, AWQ's gemv down the columns of both.
+        let ((first, _), (rows, cols)) = (shape("qweight")?, shape("scales")?);
+        let gemv = first == rows && get("qweight")?.dtype == Dtype::I32;
+        Some(if gemv && cols != said { rows } else { cols })
     }
 }

@@ -13,8 +13,8 @@ pub trait Tensors {
     fn any(&self, prefix: &str) -> bool;
 
     /// Outputs of a module's weight, however it is packed; `None` if that cannot be said. A float weight that is
-    /// `transposed` has its inputs first.
-    fn outputs(&self, module: &str, transposed: bool) -> Option<usize>;
+    /// `transposed` has its inputs first. Where a packing leaves a choice, `said` is taken if it may be.
+    fn outputs(&self, module: &str, transposed: bool, said: usize) -> Option<usize>;
 }
 
 /// No checkpoint: the config alone decides.
@@ -27,7 +27,7 @@ impl Tensors for () {
         false
     }
 
-    fn outputs(&self, _: &str, _: bool) -> Option<usize> {
+    fn outputs(&self, _: &str, _: bool, _: usize) -> Option<usize> {
         None
     }
 }
@@ -115,7 +115,7 @@ pub(super) fn padded(
     module: &str,
     transposed: bool,
 ) -> Result<usize, FamilyError> {
-    match tensors.outputs(module, transposed) {
+    match tensors.outputs(module, transposed, said) {
         Some(found) if found != said && found > 0 => {
             config.warn(format!("config.json: {key} is {said}, but {module} has {found} rows: {found} is taken"));
             Ok(found)
@@ -137,7 +137,7 @@ mod tests {
         fn any(&self, prefix: &str) -> bool {
             self.0.iter().any(|n| n.starts_with(prefix))
         }
-        fn outputs(&self, _: &str, _: bool) -> Option<usize> {
+        fn outputs(&self, _: &str, _: bool, _: usize) -> Option<usize> {
             None
         }
     }

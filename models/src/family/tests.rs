@@ -202,7 +202,7 @@ impl Tensors for Sizes {
     fn any(&self, _: &str) -> bool {
         false
     }
-    fn outputs(&self, module: &str, _: bool) -> Option<usize> {
+    fn outputs(&self, module: &str, _: bool, _: usize) -> Option<usize> {
         self.0.get(module).copied()
     }
 }
