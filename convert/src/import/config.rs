@@ -174,6 +174,10 @@ mod tests {
         );
         assert_eq!((new.bits, new.group, new.zeros_as_stored, new.per_module), (Some(8), None, true, false));
         assert_eq!(new.tools, ["gptqmodel:7.7.0"]);
+        let fast = hint(json!({"quant_method": "awq", "version": "gemv_fast", "pack_dtype": "int16"}));
+        assert_eq!(fast.packing, Some(Packing::Fast));
+        let llm = hint(json!({"quant_method": "awq", "version": "gemm", "backend": "llm-awq"}));
+        assert_eq!((llm.packing, old.packing), (Some(Packing::Fast), Some(Packing::Gemm)));
         let round = hint(json!({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4}));
         assert_eq!((round.method, round.zeros_as_stored), (Some(Method::Gptq), false));
         assert!(hint(json!({"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"})).zeros_as_stored);
@@ -198,6 +202,18 @@ mod tests {
             (json!({"quant_method": "gptq", "pack_dtype": "int16"}), "int16"),
             (json!({"quant_method": "gptq", "rotation": "hadamard"}), "rotation"),
             (json!({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}), "auto_round"),
+            (json!({"quant_method": "auto-round", "data_type": "mx_fp"}), "auto-round with mx_fp weights"),
+            (json!({"quant_method": "auto-round", "rotation_config": {"block": 32}}), "rotation_config"),
+            (json!({"quant_method": "gptq", "adapter": {"name": "lora", "rank": 32}}), "adapter"),
+            (json!({"quant_method": "paroquant"}), "paroquant"),
+            (json!({"quant_method": "bitblas"}), "bitblas"),
+            (json!({"quant_method": "gptq", "checkpoint_format": "bitblas"}), "bitblas"),
+            (json!({"quant_method": "marlin"}), "marlin"),
+            (json!({"quant_method": "awq", "version": "marlin"}), "marlin"),
+            (json!({"quant_method": "sinq"}), "sinq"),
+            (json!({"quant_method": "quip#"}), "quip#"),
+            (json!({"quant_method": "spqr"}), "spqr"),
+            (json!({"quant_method": "qqq"}), "qqq"),
             (json!({"quant_method": "something"}), "something"),
         ];
         for (config, name) in cases {

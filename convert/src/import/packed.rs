@@ -56,7 +56,8 @@ impl<'a> Scales<'a> {
             let filled = |&g: &usize| (0..n).any(|row| scales.at(row, g) != 0.0);
             scales.groups = (0..width).rev().find(filled).map_or(1, |g| g + 1);
         }
-        if let Some((row, g)) = scales.cells().find(|&(row, g)| !scales.at(row, g).is_finite()) {
+        if let Some(i) = scales.values().position(|s| !s.is_finite()) {
+            let (row, g) = if axis == 1 { (i % n, i / n) } else { (i / scales.groups, i % scales.groups) };
             let got = format!("{} for row {row}, group {g}", scales.at(row, g));
             return Err(ConvertError::tensor(name, "scales", "finite numbers", got));
         }
@@ -76,21 +77,18 @@ impl<'a> Scales<'a> {
 
     /// The type to store: f16 where it holds all of them exactly, else the source's own.
     pub fn stored(&self) -> FloatType {
-        let beyond = |(row, g)| {
-            let s: f32 = self.at(row, g);
-            f16::from_f32(s).to_f32().to_bits() != s.to_bits()
-        };
         match self.kind {
             FloatType::F16 => FloatType::F16,
-            other if self.cells().any(beyond) => other,
+            other if self.values().any(|s| f16::from_f32(s).to_f32().to_bits() != s.to_bits()) => other,
             _ => FloatType::F16,
         }
     }
 
-    /// Every (row, group), in the order of the bytes.
-    fn cells(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
-        let (n, groups, rows_first) = (self.n, self.groups, self.strides[0] != 1);
-        (0..n * groups).map(move |i| if rows_first { (i / groups, i % groups) } else { (i % n, i / n) })
+    /// All of them, in the order of the bytes.
+    fn values(&self) -> impl Iterator<Item = f32> + '_ {
+        let [row, group] = self.strides;
+        let (lines, line, len) = if row == 1 { (self.groups, group, self.n) } else { (self.n, row, self.groups) };
+        (0..lines).flat_map(move |l| (0..len).map(move |i| self.kind.read(self.bytes, l * line + i)))
     }
 }
 

@@ -211,6 +211,8 @@ fn shards_and_their_index_must_agree() {
     let bytes = fs::read(dir.join("model-00002-of-00002.safetensors")).unwrap();
     fs::write(dir.join("model-00002-of-00002.safetensors"), &bytes[..bytes.len() - 1]).unwrap();
     scratch.fails("model-00002-of-00002.safetensors");
+    fs::write(dir.join("model-00002-of-00002.safetensors"), b"").unwrap();
+    scratch.fails("model-00002-of-00002.safetensors: the file is empty");
     fs::write(dir.join("model-00002-of-00002.safetensors"), &bytes).unwrap();
 
     weight_map.insert("model.norm.bias".into(), "model-00001-of-00002.safetensors".into());
