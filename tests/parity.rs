@@ -134,12 +134,12 @@ fn all_gptq_and_awq_checkpoints() {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         let Some((family, rest)) = name.split_once('-') else { continue };
         let method = ["gptq", "awq"].into_iter().find(|m| rest.starts_with(m));
-        if let (Some(method), "llama") = (method, family) {
+        if let (Some(method), "llama" | "qwen2") = (method, family) {
             parity_of(&name, &path, method);
             count += 1;
         }
     }
-    assert!(count >= 15, "{count} checkpoints");
+    assert!(count >= 18, "{count} checkpoints");
 }
 
 #[test]
