@@ -2,7 +2,7 @@
 //!
 //! [`convert`] reads a GPTQ, AWQ or float checkpoint (safetensors) or a GGUF file and writes one
 //! `.qrn` file, then compares every element of it with the source. Integers stay the integers they
-//! are: nothing is dequantized on the way. Readers take any bytes without panicking and without
+//! are; where no scheme of the file can hold them, the f32 values that they mean are stored, with a note. Readers take any bytes without panicking and without
 //! allocating more than the bytes justify ([`source::safetensors::parse`], [`source::gguf::parse`]).
 #![forbid(unsafe_code)]
 
