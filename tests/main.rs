@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod cli;
+mod compressed;
 mod lossless;
 mod parity;
 mod real;

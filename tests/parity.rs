@@ -3,9 +3,10 @@
 //! Exact mode must be within the bound of [`Golden::exact_bound`] at all positions and give the
 //! golden's greedy tokens; default mode must be within 5 % of the range.
 
-use std::path::Path;
+use std::{path::Path, sync::Arc};
 
 use quern_kernels::reference;
+use quern_models::ModelFile;
 
 use crate::support::{
     Scratch, fixture,
@@ -122,6 +123,31 @@ fn gptq_act_order_asymmetric() {
     parity("models/llama-gptq_v2-w4-g32-asym-descact", "gptq");
 }
 
+#[test]
+fn compressed_w4_g64_asymmetric() {
+    parity("models/llama-ct-w4a16-g64-asym", "compressed-tensors");
+}
+
+#[test]
+fn compressed_w2_g32() {
+    parity("models/llama-ct-w2a16-g32", "compressed-tensors");
+}
+
+#[test]
+fn compressed_int8_rows() {
+    parity("models/llama-ct-w8a8-int", "compressed-tensors");
+}
+
+#[test]
+fn compressed_fp8_blocks() {
+    parity("models/llama-ct-fp8-block", "compressed-tensors");
+}
+
+#[test]
+fn compressed_mxfp4() {
+    parity("models/llama-ct-mxfp4a16", "compressed-tensors");
+}
+
 /// Every GPTQ and AWQ checkpoint of the folder that QUERN_SHARED names, of families that there are.
 #[test]
 fn all_gptq_and_awq_checkpoints() {
@@ -195,21 +221,33 @@ fn parity_of(name: &str, dir: &Path, method: &str) {
     let (report, file) = kept(source, &scratch);
     assert_eq!(report.method, method, "{name}");
 
-    let (prompt, logits) = (golden.ids("input_ids"), golden.floats("logits"));
+    compare(name, &file, &golden);
+}
+
+/// Logits of exact and default mode, at once and one by one, and greedy tokens.
+pub fn compare(name: &str, file: &Arc<ModelFile>, golden: &Golden) {
+    let (prompt, logits) = (golden.ids("input_ids"), golden.weights_only());
     let range = logits.range();
     let bound = golden.exact_bound(range);
-    let exact = distance(&model::logits(&file, Run::Exact, prompt), &logits.data);
+    let exact = distance(&model::logits(file, Run::Exact, prompt), &logits.data);
     // The slow oracle on the first tokens: it costs a fraction of a second for each.
     let first = &prompt[..prompt.len().min(24)];
-    let oracle = distance(&reference::forward::logits(&file, first), &logits.data[..first.len() * logits.cols]);
-    let quick = distance(&model::logits(&file, Run::Default, prompt), &logits.data);
+    let oracle = distance(&reference::forward::logits(file, first), &logits.data[..first.len() * logits.cols]);
+    let quick = distance(&model::logits(file, Run::Default, prompt), &logits.data);
 
-    // The cache and one token at a time, along the golden's own continuation.
+    // The cache and one token at a time: along the golden's own continuation, or along the prompt's second half where
+    // the continuation is that of rounded activations.
     let (ids, steps) = (golden.ids("greedy_ids"), golden.floats("greedy_logits"));
-    let mut sequence = Sequence::new(&file, Run::Exact, prompt.len() + ids.len());
+    let half = prompt.len() / 2;
+    let (start, next, wanted): (_, _, Vec<&[f32]>) = if golden.rounds_activations() {
+        (&prompt[..half], &prompt[half..], logits.rows().skip(half - 1).collect())
+    } else {
+        (prompt, ids, steps.rows().collect())
+    };
+    let mut sequence = Sequence::new(file, Run::Exact, start.len() + next.len());
     let mut decode = 0f32;
-    let mut last = sequence.push(prompt).split_off((prompt.len() - 1) * logits.cols);
-    for (id, wanted) in ids.iter().zip(steps.rows()) {
+    let mut last = sequence.push(start).split_off((start.len() - 1) * logits.cols);
+    for (id, wanted) in next.iter().zip(wanted) {
         decode = decode.max(distance(&last, wanted));
         last = sequence.push(&[*id]);
     }
@@ -217,7 +255,8 @@ fn parity_of(name: &str, dir: &Path, method: &str) {
     // And the engine's own loop; below a margin of twice the bound either token would be right.
     let margins: Vec<f32> = steps.rows().map(margin).collect();
     let decided = margins.iter().position(|&m| m <= 2.0 * bound).unwrap_or(ids.len());
-    let greedy = model::greedy(&file, Run::Exact, &[prompt.to_vec()], ids.len()).remove(0).tokens;
+    let decided = if golden.rounds_activations() { 0 } else { decided };
+    let greedy = model::greedy(file, Run::Exact, &[prompt.to_vec()], ids.len()).remove(0).tokens;
     let agree = greedy.iter().zip(ids).take_while(|(a, b)| a == b).count();
 
     let part = |x: f32| x / range;

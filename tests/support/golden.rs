@@ -2,9 +2,9 @@
 
 use std::{collections::BTreeMap, fs, path::Path};
 
-use quern_convert::source::{Dtype, safetensors};
+use quern_convert::source::{Dtype, RawTensor, safetensors};
 use quern_models::FloatType;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// A golden file's tensors.
 pub struct Golden {
@@ -57,6 +57,21 @@ impl Golden {
         self.ids.get(name).unwrap_or_else(|| panic!("{name} is not in the golden file"))
     }
 
+    /// Logits on the dense weights, activations not rounded.
+    pub fn weights_only(&self) -> &Floats {
+        self.floats.get("logits_weight_only").unwrap_or_else(|| self.floats("logits"))
+    }
+
+    /// The continuation, and `logits`, are of activations that the checkpoint's own scheme rounds.
+    pub fn rounds_activations(&self) -> bool {
+        self.json["activation_quant"] == true
+    }
+
+    /// Dense weights of some modules, by the checkpoint's names: their first rows.
+    pub fn dense(&self) -> impl Iterator<Item = (&str, &Floats)> {
+        self.floats.iter().filter_map(|(name, floats)| Some((name.strip_prefix("dequant.")?, floats)))
+    }
+
     /// The bound for exact mode: 1e-5 of the range of logits, or 5 times what the golden
     /// itself moves when every weight moves by a millionth, whichever is larger.
     pub fn exact_bound(&self, range: f32) -> f32 {
@@ -101,6 +116,19 @@ pub fn margin(logits: &[f32]) -> f32 {
         }
     }
     first - second
+}
+
+/// A safetensors file of these tensors.
+pub fn written(tensors: &BTreeMap<String, RawTensor>) -> Vec<u8> {
+    let (mut header, mut data) = (serde_json::Map::new(), vec![]);
+    for (name, raw) in tensors {
+        let (start, dtype) = (data.len(), raw.dtype.name().to_uppercase());
+        data.extend_from_slice(raw.bytes);
+        let entry = json!({ "dtype": dtype, "shape": raw.shape, "data_offsets": [start, data.len()] });
+        header.insert(name.clone(), entry);
+    }
+    let header = Value::Object(header).to_string();
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()
 }
 
 /// A whole safetensors file with one f16 tensor, byte for byte as the library's `save_file` with

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::awq::Packing;
+use super::{awq::Packing, compressed::Claims};
 use crate::ConvertError;
 
 /// How integers are packed.
@@ -12,6 +12,14 @@ pub enum Method {
     Gptq,
     /// AutoAWQ: codes packed along the rows of W, but for its orders for other kernels.
     Awq,
+    /// llm-compressor.
+    Compressed,
+    /// FP8 in blocks, as DeepSeek and Qwen publish it.
+    Fp8,
+    /// FP8 with a scale per row.
+    FbgemmFp8,
+    /// NVIDIA's ModelOpt.
+    ModelOpt,
 }
 
 impl Method {
@@ -20,7 +28,16 @@ impl Method {
         match self {
             Method::Gptq => "gptq",
             Method::Awq => "awq",
+            Method::Compressed => "compressed-tensors",
+            Method::Fp8 => "fp8",
+            Method::FbgemmFp8 => "fbgemm_fp8",
+            Method::ModelOpt => "modelopt",
         }
+    }
+
+    /// Whether the tensors are those of [`super::compressed`].
+    pub fn is_compressed(self) -> bool {
+        !matches!(self, Method::Gptq | Method::Awq)
     }
 }
 
@@ -45,6 +62,8 @@ pub struct Hint {
     pub per_module: bool,
     /// Tools and versions.
     pub tools: Vec<String>,
+    /// What compressed-tensors and its like claim.
+    pub compressed: Claims,
 }
 
 impl Hint {
@@ -78,8 +97,17 @@ impl Hint {
             Some("auto-round" | "intel/auto-round" | "autoround") => {
                 Some(if packing.contains("awq") { Method::Awq } else { Method::Gptq })
             }
+            Some("compressed-tensors" | "compressed_tensors") => Some(Method::Compressed),
+            Some("fp8") => Some(Method::Fp8),
+            Some("fbgemm_fp8") => Some(Method::FbgemmFp8),
+            Some("modelopt" | "modelopt_fp4") => Some(Method::ModelOpt),
             None => None,
-            Some(other) => return refuse(other, "this version imports GPTQ and AWQ checkpoints, float ones and GGUF"),
+            Some(other) => {
+                return refuse(
+                    other,
+                    "this version imports GPTQ, AWQ, compressed-tensors and FP8 checkpoints, float ones and GGUF",
+                );
+            }
         };
         let awq_order = match format.as_str() {
             _ if method != Some(Method::Awq) => None,
@@ -103,6 +131,7 @@ impl Hint {
         }
         let less = packing.ends_with(":auto_gptq") || packing.ends_with(":gptq");
         let group = get(&["group_size", "q_group_size"]).and_then(Value::as_i64);
+        let compressed = Claims::new(file, config)?;
         let tools = config.get("meta").and_then(|m| m.get("quantizer")).or(config.get("autoround_version"));
         Ok(Hint {
             file: file.into(),
@@ -114,6 +143,7 @@ impl Hint {
             zeros_as_stored: format == "gptq_v2" || auto_round && !less,
             per_module: ["dynamic", "extra_config"].iter().any(|k| get(&[k]).is_some_and(filled)),
             tools: tools.map(texts).unwrap_or_default(),
+            compressed,
         })
     }
 }
@@ -137,11 +167,7 @@ const REFUSED: [(&str, &str); 2] = [
          awq_marlin bitblas ipex gptq_p paroquant sinq qqq",
         PLAIN,
     ),
-    (
-        "bitsandbytes bitsandbytes_4bit bitsandbytes_8bit bnb compressed-tensors compressed_tensors fp8 fbgemm_fp8 \
-         modelopt modelopt_fp4 mxfp4 nvfp4",
-        LATER,
-    ),
+    ("bitsandbytes bitsandbytes_4bit bitsandbytes_8bit bnb mxfp4 nvfp4", LATER),
 ];
 const PLAIN: &str =
     "take the model's ordinary GPTQ or AWQ (gemm) version, or convert the float checkpoint with --quant int4";
@@ -195,8 +221,7 @@ mod tests {
             (json!({"quant_method": "gptq", "checkpoint_format": "marlin"}), "marlin"),
             (json!({"quant_method": "gptq", "is_marlin_format": true}), "marlin"),
             (json!({"quant_method": "gptq", "format": "gptq_p"}), "gptq_p"),
-            (json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}), "compressed-tensors"),
-            (json!({"quant_method": "fp8"}), "fp8"),
+            (json!({"quant_method": "compressed-tensors", "format": "marlin-24"}), "marlin-24"),
             (json!({"quant_method": "awq", "version": "other"}), "awq other"),
             (json!({"quant_method": "awq", "version": "gemm", "pack_dtype": "int16"}), "int16"),
             (json!({"quant_method": "gptq", "pack_dtype": "int16"}), "int16"),

@@ -7,6 +7,7 @@
 
 pub mod awq;
 pub mod blocks;
+pub mod compressed;
 pub mod config;
 pub mod float;
 pub mod gptq;
@@ -22,6 +23,7 @@ use quern_models::{FloatType, Mini, PANEL, Scheme, ZeroKind};
 use self::order::Columns;
 pub use self::packed::{Scales, Words};
 pub(crate) use self::packed::{group_of, nibbles};
+use crate::ConvertError;
 
 /// What the numbers of a quantized tensor are, and its shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -144,6 +146,11 @@ pub trait Integers: Send + Sync {
             ZeroKind::Min => scale * code as f32 + min,
             _ => scale * (code as f32 - self.zero(row, group) as f32),
         }
+    }
+
+    /// Looks for codes that stand for no number. Reads all of them.
+    fn check(&self, _name: &str) -> Result<(), ConvertError> {
+        Ok(())
     }
 
     /// Codes of the rows of a panel into `out`, `[rows][stride]`, the first `k` of every row. What is not written

@@ -3,6 +3,7 @@
 use quern_models::PANEL;
 
 use super::{IntShape, Integers, Level2, order::Columns};
+use crate::ConvertError;
 
 /// `n` rows of a tensor from `first` on.
 pub struct Part<'a> {
@@ -54,6 +55,10 @@ impl Integers for Part<'_> {
 
     fn source_bits(&self) -> u8 {
         self.of.source_bits()
+    }
+
+    fn check(&self, name: &str) -> Result<(), ConvertError> {
+        self.of.check(name)
     }
 
     fn misfit(&self) -> Option<String> {

@@ -109,6 +109,9 @@ impl<'a> Job<'a> {
     }
 
     pub fn write(&self, writer: &mut FileWriter) -> Result<(), ConvertError> {
+        if let Data::Codes(t) | Data::Values(t) = &self.data {
+            t.check(&self.origin)?;
+        }
         match &self.data {
             Data::Gptq(t) => writer.write(&pack(t))?,
             Data::Codes(t) if self.arrange.is_natural() => writer.write(&pack(&**t))?,

@@ -21,7 +21,7 @@ use self::{
 };
 use crate::{
     ConvertError, Options, Phase, Progress, Quant, Report, Row, Step, Verified,
-    import::{config::Hint, refused},
+    import::{compressed, config::Hint, refused},
     source::{Checkpoint, Source},
     threads::Threads,
 };
@@ -139,6 +139,7 @@ impl<'a> Plan<'a> {
         notes.extend(wider.iter().map(|(what, tensors, share)| {
             format!("{tensors} tensor(s) have {what}: the file is {share:.0} % larger for it")
         }));
+        compressed::set_aside(checkpoint, &hint.compressed, &mut used, &mut notes);
         presence::left_over(checkpoint, &family, &used, &mut notes)?;
         if imported && options.quant != Quant::Keep {
             notes.push(

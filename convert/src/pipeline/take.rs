@@ -16,6 +16,7 @@ use crate::{
     import::{
         awq::{self, Packing},
         blocks::Blocks,
+        compressed::Parts,
         config::{Hint, Method},
         float::Floats,
         gptq::{self, Gptq},
@@ -83,8 +84,9 @@ pub(super) struct Module<'a, 'b> {
 /// Whether a linear of the checkpoint comes with integers.
 pub(super) fn is_quantized(checkpoint: &Checkpoint, rule: &Rule) -> bool {
     let has = |part: &str| checkpoint.tensors.get(&format!("{}.{part}", rule.source));
+    let compressed = || Parts { source: checkpoint, module: &rule.source }.present();
     let block = || has("weight").is_some_and(|raw| matches!(raw.dtype, Dtype::Block(_)));
-    matches!(rule.kind, RuleKind::Linear { .. }) && (has("qweight").is_some() || block())
+    matches!(rule.kind, RuleKind::Linear { .. }) && (has("qweight").is_some() || block() || compressed())
 }
 
 /// A format: takes the tensors of a module if they are its own.
@@ -92,7 +94,7 @@ type Format<'a, 'b> = fn(&mut Module<'a, 'b>) -> Result<Option<Taken<'a>>, Conve
 
 impl<'a, 'b> Module<'a, 'b> {
     /// Every format, in the order in which they are asked.
-    const FORMATS: [Format<'a, 'b>; 3] = [Module::packed, Module::blocks, Module::floats];
+    const FORMATS: [Format<'a, 'b>; 4] = [Module::packed, Module::blocks, Module::compressed, Module::floats];
 
     /// The tensor of the output.
     pub fn take(mut self) -> Result<Job<'a>, ConvertError> {
@@ -169,8 +171,8 @@ impl<'a, 'b> Module<'a, 'b> {
         }
         let source = &self.rule.source;
         let data = match by_shape {
-            Method::Gptq => Data::Gptq(Gptq::new(self.checkpoint, source, n, k, hint)?),
             Method::Awq => Data::Codes(awq::open(self.checkpoint, source, n, k, hint)?),
+            _ => Data::Gptq(Gptq::new(self.checkpoint, source, n, k, hint)?),
         };
         self.uses(&["qweight", "qzeros", "scaled_zeros", "scales", "g_idx"]);
         Ok(Some((data, self.rule.source.clone(), Some(by_shape.name()))))
@@ -187,6 +189,21 @@ impl<'a, 'b> Module<'a, 'b> {
         let data = Data::Codes(Box::new(Blocks::new(&name, raw, block, n, k)?));
         self.uses(&["weight"]);
         Ok(Some((data, name, None)))
+    }
+
+    /// compressed-tensors, FP8 and FP4.
+    fn compressed(&mut self) -> Result<Option<Taken<'a>>, ConvertError> {
+        let &[n, k] = &self.dims()[..] else { return Ok(None) };
+        let parts = Parts { source: self.checkpoint, module: &self.rule.source };
+        let Some(codes) = parts.take(n, k, &self.hint.compressed)? else { return Ok(None) };
+        let name = self.name(if self.get("weight").is_some() { "weight" } else { "weight_packed" });
+        if let Some(said) = self.hint.method.filter(|m| !m.is_compressed()) {
+            let expected = format!("{}, as {} says", said.name(), self.hint.file);
+            return Err(ConvertError::tensor(&name, "layout", expected, "that of compressed-tensors or FP8"));
+        }
+        self.used.extend(parts.names());
+        let method = self.hint.method.unwrap_or(Method::Compressed).name();
+        Ok(Some((Data::Codes(codes), name, Some(method))))
     }
 
     /// Floats, kept or quantized by us.

@@ -254,7 +254,10 @@ fn quant_config(dir: &Path, config: &Value) -> Result<Option<(String, Value)>, C
     let places = [Some(config)]
         .into_iter()
         .chain(["text_config", "language_config", "llm_config"].iter().map(|k| config.get(k)));
-    let found = places.flatten().find_map(|c| c.get("quantization_config")).filter(|v| !v.is_null());
+    let found = places
+        .flatten()
+        .find_map(|c| c.get("quantization_config").or(c.get("compression_config")))
+        .filter(|v| !v.is_null());
     Ok(found.map(|v| ("config.json".into(), v.clone())))
 }
 

@@ -7,7 +7,12 @@ use quern_models::{FloatType, ModelFile};
 
 use crate::made::{Scratch, fixture};
 
-const QUANTIZED: [&str; 13] = [
+const QUANTIZED: [&str; 18] = [
+    "llama-ct-w4a16-g64-asym",
+    "llama-ct-w2a16-g32",
+    "llama-ct-w8a8-int",
+    "llama-ct-fp8-block",
+    "llama-ct-mxfp4a16",
     "llama-gptq-w4-g64-sym",
     "llama-gptq-w4-g64-asym",
     "llama-gptq-w4-g128-sym",
@@ -35,7 +40,9 @@ fn dequantized_weights_are_those_of_the_tools() {
     for name in QUANTIZED {
         let scratch = Scratch::new(name);
         let (report, file) = scratch.convert_from(&fixture(&format!("models/{name}")), &Options::default()).unwrap();
-        assert_eq!(report.method, if name.contains("awq") { "awq" } else { "gptq" });
+        let method =
+            if name.contains("-ct-") { "compressed-tensors" } else { ["gptq", "awq"][name.contains("awq") as usize] };
+        assert_eq!(report.method, method);
         assert!(report.verified.codes > 0 && report.verified.floats > 0, "{}", report.verified);
         let golden = fs::read(fixture(&format!("models/{name}/golden.safetensors"))).unwrap();
         let golden = safetensors::parse(&golden).unwrap();

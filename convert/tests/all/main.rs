@@ -5,6 +5,7 @@
 
 mod awq;
 mod blocks;
+mod compressed;
 mod directory;
 mod families;
 mod fixtures;

@@ -13,7 +13,7 @@ fn gptq_config(format: &str, bits: usize, group: i64, sym: Option<bool>) -> Valu
     config
 }
 
-fn check(file: &ModelFile, target: &str, chosen: &Chosen) {
+pub fn check(file: &ModelFile, target: &str, chosen: &Chosen) {
     let view = file.tensor(target).unwrap();
     for row in 0..chosen.n {
         for col in 0..chosen.k {
