@@ -29,6 +29,11 @@ fn llama3_rope() {
 }
 
 #[test]
+fn llama_yarn() {
+    parity("models/llama-yarn", "float");
+}
+
+#[test]
 fn mistral() {
     parity("models/mistral", "float");
 }

@@ -1,5 +1,7 @@
 //! `quern info`: what a file holds.
 
+mod mechanisms;
+
 use std::{collections::BTreeMap, error::Error, fmt::Write, path::PathBuf};
 
 use clap::Args;
@@ -113,6 +115,8 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
         spec.vocab,
         spec.max_context
     )?;
+    writeln!(s, "attention    {}", mechanisms::attention(spec))?;
+    writeln!(s, "mlp          {}", mechanisms::mlp(spec))?;
     for (scheme, t) in &schemes {
         writeln!(
             s,

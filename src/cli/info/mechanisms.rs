@@ -1,0 +1,117 @@
+//! The mechanisms of a model in a line each, where layers differ with how many have them.
+
+use quern_models::{
+    ModelSpec,
+    spec::{Act, Attn, Layer, Mlp, Rope, RopeScaling},
+};
+
+/// Positions, windows, norms and biases of attention: `rope 10000 in 27 of 36 layers; window 4096; RMS norms`.
+pub(super) fn attention(spec: &ModelSpec) -> String {
+    let mut parts = vec![];
+    if let Some(rows) = spec.positions {
+        parts.push(format!("{rows} learned positions"));
+    }
+    parts.extend(kinds(spec, |l| of(l).rope.map(rope)));
+    parts.extend(kinds(spec, |l| of(l).window.map(|w| format!("window {w}"))));
+    parts.extend(kinds(spec, |l| of(l).qk_norm.then(|| "norms of q and k heads".into())));
+    let norm = |biased: bool| Some(if biased { "layer norms" } else { "RMS norms" }.to_string());
+    parts.extend(kinds(spec, |l| norm(l.attn_norm.biased())));
+    parts.extend(kinds(spec, |l| biases(&[(of(l).qkv_bias, "q, k, v"), (of(l).o_bias, "o")])));
+    parts.extend(kinds(spec, |l| of(l).ordered.then(|| "act-order".into())));
+    parts.join("; ")
+}
+
+/// Kind, activation and biases of the feed-forward blocks: `gated, silu`.
+pub(super) fn mlp(spec: &ModelSpec) -> String {
+    let kind = |l: &Layer| {
+        let (kind, act, bias, order) = match l.mlp {
+            Mlp::Gated { act, bias, mlp_order, .. } => ("gated", act, bias, mlp_order),
+            Mlp::Plain { act, bias, mlp_order, .. } => ("plain", act, bias, mlp_order),
+        };
+        let act = match act {
+            Act::Silu => "silu",
+            Act::Gelu => "gelu",
+            Act::GeluTanh => "gelu (tanh)",
+        };
+        let (bias, order) = (if bias { ", biases" } else { "" }, if order { ", act-order" } else { "" });
+        Some(format!("{kind}, {act}{bias}{order}"))
+    };
+    kinds(spec, kind).join("; ")
+}
+
+/// What a layer's attention has.
+struct Has<'a> {
+    rope: Option<&'a Rope>,
+    window: Option<usize>,
+    qk_norm: bool,
+    qkv_bias: bool,
+    o_bias: bool,
+    ordered: bool,
+}
+
+fn of(layer: &Layer) -> Has<'_> {
+    let Attn::Gqa { ref rope, window, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } = layer.attn;
+    let (rope, qk_norm) = (rope.as_ref(), qk_norm.is_some());
+    Has { rope, window, qk_norm, qkv_bias, o_bias, ordered: attn_order || o_order }
+}
+
+/// Every distinct answer, in order; with a count where not all layers give it.
+fn kinds(spec: &ModelSpec, of: impl Fn(&Layer) -> Option<String>) -> Vec<String> {
+    let mut all: Vec<(String, usize)> = vec![];
+    for kind in spec.layers.iter().filter_map(of) {
+        match all.iter_mut().find(|k| k.0 == kind) {
+            Some(known) => known.1 += 1,
+            None => all.push((kind, 1)),
+        }
+    }
+    let layers = spec.layers.len();
+    let text = |(kind, count)| if count == layers { kind } else { format!("{kind} in {count} of {layers} layers") };
+    all.into_iter().map(text).collect()
+}
+
+fn biases(of: &[(bool, &str)]) -> Option<String> {
+    let names: Vec<&str> = of.iter().filter(|b| b.0).map(|b| b.1).collect();
+    (!names.is_empty()).then(|| format!("biases of {}", names.join(", ")))
+}
+
+fn rope(rope: &Rope) -> String {
+    let change = match rope.scaling {
+        RopeScaling::None => String::new(),
+        RopeScaling::Linear { factor } => format!(", linear by {factor}"),
+        RopeScaling::Llama3 { factor, original_context, .. } => {
+            format!(", llama3 by {factor} from {original_context} tokens")
+        }
+        RopeScaling::Yarn { factor, original_context, .. } => {
+            format!(", YaRN by {factor} from {original_context} tokens")
+        }
+    };
+    format!("rope {}{change}", rope.theta)
+}
+
+#[cfg(test)]
+mod tests {
+    use quern_models::family;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn lines(config: Value) -> (String, String) {
+        let spec = family::plan(&config, &()).expect("a config of a known family").spec;
+        (attention(&spec), mlp(&spec))
+    }
+
+    #[test]
+    fn layers_that_differ_are_counted() {
+        let smollm3 = lines(json!({
+            "model_type": "smollm3", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96,
+            "num_hidden_layers": 4, "vocab_size": 320, "attention_bias": true, "use_sliding_window": true,
+            "sliding_window": 16, "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        }));
+        let attention = "rope 2000000, YaRN by 2 from 64 tokens in 3 of 4 layers; window 16 in 1 of 4 layers; RMS norms; \
+                         biases of q, k, v, o";
+        assert_eq!(smollm3, (attention.into(), "gated, silu".into()));
+        let gpt2 = lines(json!({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 320}));
+        let attention = "1024 learned positions; layer norms; biases of q, k, v, o";
+        assert_eq!(gpt2, (attention.into(), "plain, gelu (tanh), biases".into()));
+    }
+}
