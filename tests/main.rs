@@ -11,3 +11,4 @@ mod parity;
 mod real;
 mod sources;
 mod support;
+mod tokenizers;

@@ -13,6 +13,7 @@ mod pack;
 mod pipeline;
 pub mod source;
 mod threads;
+pub mod tokenizer;
 mod verify;
 
 pub use error::{ConvertError, Malformed};

@@ -12,7 +12,10 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{Checkpoint, RawTensor, Source, map, name_of, pickled, safetensors};
-use crate::{ConvertError, Malformed};
+use crate::{
+    ConvertError, Malformed,
+    tokenizer::settings::{self, Settings},
+};
 
 /// Most bytes of a JSON or text file, but for the tokenizer: far more than any has.
 const MOST: u64 = 64 << 20;
@@ -24,8 +27,12 @@ pub(super) fn beside(dir: &Path) -> impl Iterator<Item = PathBuf> {
     let named = [
         "config.json",
         "tokenizer.json",
+        "tokenizer.model",
+        "vocab.json",
+        "merges.txt",
         "tokenizer_config.json",
         "special_tokens_map.json",
+        "added_tokens.json",
         "generation_config.json",
         "quantize_config.json",
         "quant_config.json",
@@ -135,7 +142,7 @@ pub(super) fn read<'a>(
     let config = json(&path)?;
     let tokenizer_config = optional_json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
     let mut notes = vec![];
-    let tokenizer = tokenizer(dir, &mut notes)?;
+    let tokenizer = tokenizer(dir, &config, &tokenizer_config, &mut notes)?;
     let generation = generation(dir, &config, &tokenizer_config, tokenizer.as_deref(), &mut notes)?;
     let model = config.get("_name_or_path").or(config.get("_model_name_or_path")).and_then(Value::as_str);
     Ok(Checkpoint {
@@ -180,20 +187,56 @@ fn tensors<'a>(
     Ok(all)
 }
 
-fn tokenizer(dir: &Path, notes: &mut Vec<String>) -> Result<Option<Vec<u8>>, ConvertError> {
+/// tokenizer.json, or what other vocabulary files say in that form.
+fn tokenizer(
+    dir: &Path,
+    config: &Value,
+    tokenizer_config: &Value,
+    notes: &mut Vec<String>,
+) -> Result<Option<Vec<u8>>, ConvertError> {
     let path = dir.join("tokenizer.json");
-    if !path.exists() {
-        notes.push(
-            "no tokenizer.json: the file can be run on token ids only; transformers makes one from other vocabulary \
-             files (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
-                .into(),
-        );
-        return Ok(None);
+    if path.exists() {
+        let bytes = bytes(&path, MOST_TOKENIZER)?;
+        serde_json::from_slice::<serde::de::IgnoredAny>(&bytes)
+            .map_err(|source| file(&path, Malformed::Json { what: "JSON", source }))?;
+        return Ok(Some(bytes));
     }
-    let bytes = bytes(&path, MOST_TOKENIZER)?;
-    serde_json::from_slice::<serde::de::IgnoredAny>(&bytes)
-        .map_err(|source| file(&path, Malformed::Json { what: "JSON", source }))?;
-    Ok(Some(bytes))
+    let settings = || -> Result<Settings, ConvertError> {
+        Ok(Settings {
+            config: tokenizer_config.clone(),
+            special: optional_json(&dir.join("special_tokens_map.json"))?.unwrap_or_default(),
+            added: optional_json(&dir.join("added_tokens.json"))?.unwrap_or_default(),
+            model_type: config.get("model_type").and_then(Value::as_str).unwrap_or_default().into(),
+        })
+    };
+    let path = dir.join("tokenizer.model");
+    if path.exists() {
+        let built = settings()?.sentencepiece(&bytes(&path, MOST)?, notes);
+        return built.map(Some).map_err(|e| file(&path, e));
+    }
+    let (vocab, merges) = (dir.join("vocab.json"), dir.join("merges.txt"));
+    if vocab.exists() && merges.exists() {
+        let lines = String::from_utf8(bytes(&merges, MOST)?);
+        let lines = lines.map_err(|e| file(&merges, Malformed::field("text", "UTF-8", e.utf8_error())))?;
+        let built = settings()?.byte_level(&json(&vocab)?, &lines, notes);
+        return built.map(Some).map_err(|e| file(&vocab, e));
+    }
+    if dir.join("tekken.json").exists() {
+        let what = "a vocabulary in mistral-common's own form, which is not read";
+        return Err(source_error(&dir.join("tekken.json"), what, settings::NEXT));
+    }
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.ends_with(".tiktoken") {
+            return Err(file(&entry.path(), settings::tiktoken(&name)));
+        }
+    }
+    notes.push(
+        "no tokenizer.json: the file can be run on token ids only; transformers makes one from other vocabulary files \
+         (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
+            .into(),
+    );
+    Ok(None)
 }
 
 /// The template, in the places transformers looks for it, in its order.

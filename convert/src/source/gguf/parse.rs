@@ -222,6 +222,11 @@ impl<'a> Numbers<'a> {
         self.bytes.is_empty()
     }
 
+    /// The elements as they lie in the file.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
     /// The elements, one by one.
     pub fn iter(&self) -> impl Iterator<Item = Value<'a>> + use<'a> {
         let kind = self.kind;
