@@ -17,10 +17,10 @@ pub fn derive<'a>(pieces: &[(&'a str, f32)]) -> Result<Vec<(&'a str, &'a str)>, 
         let len = text.len() as u64;
         (bytes + len, cuts.saturating_add(len * len))
     });
-    let most = (1 << 20) + 256 * bytes;
+    let most = (1 << 15) + 64 * bytes;
     if cuts > most {
         let got = format!("{} bytes on average (weighted by length)", cuts / bytes.max(1));
-        return Err(Malformed::field("length of the vocabulary's pieces", "at most 256 bytes", got));
+        return Err(Malformed::field("length of the vocabulary's pieces", "at most 64 bytes", got));
     }
     let known: HashSet<&str> = pieces.iter().map(|piece| piece.0).collect();
     let mut ranked: Vec<usize> = (0..pieces.len()).collect();
@@ -59,8 +59,8 @@ mod tests {
         let texts: Vec<String> = (1..3000).map(|n| "a".repeat(n)).collect();
         let pieces: Vec<(&str, f32)> = texts.iter().map(|t| (t.as_str(), 0.0)).collect();
         let error = derive(&pieces).unwrap_err().to_string();
-        assert!(error.contains("pieces: expected at most 256 bytes"), "{error}");
-        let long = "x".repeat(600);
+        assert!(error.contains("pieces: expected at most 64 bytes"), "{error}");
+        let long = "x".repeat(180);
         assert_eq!(derive(&[(long.as_str(), 0.0)]).unwrap(), []);
     }
 }

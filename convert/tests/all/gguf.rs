@@ -127,7 +127,7 @@ fn base() -> Vec<(&'static str, Meta)> {
         ("tokenizer.ggml.pre", Meta::Text("qwen2")),
         ("tokenizer.ggml.tokens", Meta::Texts(&["<s>", "a", "\u{120}b"])),
         ("tokenizer.ggml.token_type", Meta::Numbers(&[3, 1, 4])),
-        ("tokenizer.ggml.merges", Meta::Texts(&["\u{120} b"])),
+        ("tokenizer.ggml.merges", Meta::Texts(&[])),
         ("tokenizer.ggml.bos_token_id", Meta::Number(0)),
         ("tokenizer.ggml.eos_token_id", Meta::Number(0)),
         ("tokenizer.ggml.eot_token_id", Meta::Number(1)),
@@ -200,7 +200,9 @@ fn pre_tokenizers_are_those_the_names_stand_for() {
     assert_eq!(llama["model"]["ignore_merges"], true);
     assert_eq!(llama["post_processor"]["single"][0]["SpecialToken"]["id"], "<s>");
     assert_eq!(pre("gpt-2").unwrap()["pre_tokenizer"]["type"], "ByteLevel");
-    assert!(pre("tekken").unwrap_err().contains("tekken"));
+    assert_eq!(pre("tekken").unwrap()["model"]["ignore_merges"], true);
+    let error = pre("chameleon").unwrap_err();
+    assert!(error.contains("pre-tokenizer chameleon") && error.contains("knows a.x-4.0, "), "{error}");
     let bos = with("tokenizer.ggml.add_bos_token", Meta::Flag(true)).unwrap().1;
     assert_eq!(bos["post_processor"]["special_tokens"]["<s>"]["ids"], json!([0]));
     assert_eq!(bos["post_processor"]["pair"].as_array().unwrap().len(), 4);
@@ -217,8 +219,8 @@ fn metadata_becomes_a_config_or_a_refusal() {
     assert_eq!(linear["rope_parameters"]["rope_type"], "linear");
     for (key, value, message) in [
         ("general.architecture", Meta::Text("gemma3"), "architecture gemma3"),
-        ("tokenizer.ggml.model", Meta::Text("llama"), "SentencePiece"),
-        ("tokenizer.ggml.model", Meta::Text("t5"), "t5"),
+        ("tokenizer.ggml.model", Meta::Text("llama"), "tokenizer.ggml.scores: expected 3 numbers, got nothing"),
+        ("tokenizer.ggml.model", Meta::Text("bert"), "a vocabulary of kind bert (WordPiece"),
         ("llama.expert_count", Meta::Number(8), "expert_count"),
         ("llama.rope.dimension_count", Meta::Number(16), "rope.dimension_count"),
         ("llama.attention.head_count", Meta::Number(0), "head_count"),
@@ -227,6 +229,7 @@ fn metadata_becomes_a_config_or_a_refusal() {
         ("llama.attention.layer_norm_rms_epsilon", Meta::Float(f32::NAN), "epsilon"),
         ("tokenizer.ggml.token_type", Meta::Numbers(&[1]), "token_type"),
         ("tokenizer.ggml.merges", Meta::Texts(&["ab"]), "merges"),
+        ("tokenizer.ggml.merges", Meta::Texts(&["a b"]), "\"b\" is not in the vocabulary"),
         ("tokenizer.ggml.tokens", Meta::Texts(&["a", "a", "b"]), "twice"),
         ("split.count", Meta::Number(2), "split"),
     ] {
