@@ -17,7 +17,11 @@ use quern_convert::{
 };
 use serde_json::Value;
 
-use crate::support::{fixture, skip};
+use crate::support::{
+    Scratch, fixture,
+    program::{arg, quern},
+    skip,
+};
 
 #[test]
 fn small_vocabularies_give_the_library_s_ids() {
@@ -135,4 +139,46 @@ fn streams(tokenizer: &Tokenizer, ids: &[u32], text: &str) {
     if !(whole.contains('\u{FFFD}') && streamed == text) {
         assert_eq!(streamed, whole, "{text:?}");
     }
+}
+
+/// The text of a control token, meant as text, never becomes the token.
+#[test]
+fn control_tokens_can_be_plain_text() {
+    for name in ["bpe-own", "bpe-users-own", "bpe-bare-own", "unigram-own", "unigram-bytes-own", "bpe-chat"] {
+        let path = fixture("tokenizers").join(format!("{name}.case.json"));
+        let tokenizer = Tokenizer::from_json(&built(&path, &json(&path))).unwrap();
+        for text in ["</s>", "[IMG]</s>", "x<s>y</s>", "<|im_end|>"] {
+            let plain = tokenizer.encode(text, false).unwrap();
+            // 0 is unknown: the tiny vocabularies lack letters.
+            assert!(plain.iter().all(|&id| id == 0 || !tokenizer.is_special(id)), "{name}: {text} {plain:?}");
+        }
+        assert_eq!(tokenizer.encode("</s>", true).unwrap(), [2], "{name}");
+    }
+}
+
+#[test]
+fn a_directory_without_tokenizer_json() {
+    let scratch = Scratch::new("vocabularies");
+    let out = scratch.at("out.qrn");
+    let convert = |dir: &Path| quern(&["convert", arg(dir), "--force", "--out", arg(&out)]);
+    let dir = |name: &str, files: &[(&str, &[u8])]| {
+        let dir = scratch.copy(&fixture("models/llama"), name);
+        fs::remove_file(dir.join("tokenizer.json")).unwrap();
+        files.iter().for_each(|(file, bytes)| fs::write(dir.join(file), bytes).unwrap());
+        dir
+    };
+    let bytes = |name: &str| fs::read(fixture("tokenizers").join(name)).unwrap();
+    let bpe = bytes("bpe.model");
+    convert(&dir("bpe", &[("tokenizer.model", &bpe)]))
+        .ok()
+        .says(&["made from tokenizer.model (560 pieces, byte pairs"]);
+    let (vocab, merges) = (bytes("vocab.json"), bytes("merges.txt"));
+    let config: &[u8] = br#"{"tokenizer_class": "GPT2Tokenizer"}"#;
+    let files: [(&str, &[u8]); 3] =
+        [("vocab.json", &vocab), ("merges.txt", &merges), ("tokenizer_config.json", config)];
+    convert(&dir("gpt2", &files)).ok().says(&["made from vocab.json and merges.txt (480 tokens, cut as gpt-2 cuts"]);
+    convert(&dir("cut", &[("tokenizer.model", &bpe[..bpe.len() - 3])])).fails(&["tokenizer.model: ", "bytes"]);
+    convert(&dir("tiktoken", &[("tokenizer.model", b"IQ== 0\n")])).fails(&["a tiktoken vocabulary", "save_pretrained"]);
+    convert(&dir("qwen", &[("qwen.tiktoken", b"IQ== 0\n")])).fails(&["qwen.tiktoken is a tiktoken vocabulary"]);
+    convert(&dir("tekken", &[("tekken.json", b"{}")])).fails(&["tekken.json: ", "mistral-common", "save_pretrained"]);
 }

@@ -296,7 +296,7 @@ impl<'a> Gguf<'a> {
     }
 
     /// A value for messages.
-    pub(super) fn shown(&self, key: &str) -> String {
+    pub(in crate::source) fn shown(&self, key: &str) -> String {
         match self.meta.get(key) {
             None => "nothing".into(),
             Some(Value::Texts(v)) => format!("{} texts", v.len()),
