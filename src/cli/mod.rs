@@ -35,7 +35,7 @@ enum Command {
     Run(run::RunArgs),
     /// Measure speed: prompts, generation, depth, batches
     Bench(bench::BenchArgs),
-    /// Write the logits of given tokens, to compare with other programs
+    /// Measure quality: perplexity of a text, distance from another model; write logits
     Eval(eval::EvalArgs),
     /// Show what a file holds, and check it
     Info(info::InfoArgs),
@@ -77,6 +77,15 @@ impl From<Kv> for KvType {
     }
 }
 
+/// How rows of numbers are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// A table
+    Md,
+    /// A list of objects
+    Json,
+}
+
 /// Runs the command that was typed.
 pub fn main(cli: Cli) -> Result<(), Box<dyn Error>> {
     match cli.command {
@@ -99,7 +108,8 @@ pub fn exit_code(error: &(dyn Error + 'static)) -> u8 {
         error.downcast_ref(),
         Some(run::RunError::Flag { .. } | run::RunError::Open(OpenError::Context { .. }))
     );
-    let interrupted = matches!(error.downcast_ref(), Some(run::RunError::Cut | run::RunError::Interrupted { .. }));
+    let interrupted = matches!(error.downcast_ref(), Some(run::RunError::Cut | run::RunError::Interrupted { .. }))
+        || error.is::<eval::Interrupted>();
     match (flag || error.is::<Usage>(), interrupted) {
         (true, _) => 2,
         (_, true) => 130,

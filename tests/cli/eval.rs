@@ -1,4 +1,6 @@
-//! `quern eval`: a file that other programs can compare with.
+//! `quern eval`: perplexity, distances between models, and logits that other programs can compare with.
+
+mod quality;
 
 use std::fs;
 

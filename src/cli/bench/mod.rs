@@ -5,7 +5,7 @@ mod synthetic;
 
 use std::{error::Error, path::PathBuf, sync::Arc};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use quern_kernels::{
     cpu::probe::read_bandwidth,
     exec::{CpuExecutor, CpuOptions},
@@ -13,7 +13,7 @@ use quern_kernels::{
 };
 use quern_models::ModelFile;
 
-use super::{Activations, Kv, Usage, batch, open, positive, print, threads};
+use super::{Activations, Format, Kv, Usage, batch, open, positive, print, threads};
 use rows::{Measured, Test};
 
 /// Flags of `quern bench`.
@@ -55,14 +55,6 @@ pub struct BenchArgs {
     /// How to print
     #[arg(short, long, value_enum, default_value = "md")]
     output: Format,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Format {
-    /// A table
-    Md,
-    /// A list of objects
-    Json,
 }
 
 /// Runs the command.

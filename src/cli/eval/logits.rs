@@ -1,46 +1,30 @@
-//! `quern eval`: logits for comparison with other programs.
+//! Logits of given tokens, for comparison with other programs.
 
 use std::{
     error::Error,
     fs::File,
     io::{BufWriter, Write},
-    path::PathBuf,
+    path::Path,
     sync::Arc,
 };
 
-use clap::Args;
 use quern_kernels::cpu::kv::BLOCK;
 use quern_kernels::exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, Executor, Output, Plan};
 use quern_models::format::{create_sibling, destination};
 
-use super::{Activations, Kv, Usage, open, print, threads};
+use crate::cli::{Activations, Kv, Usage, open, print};
 
-/// Flags of `quern eval`.
-#[derive(Debug, Args)]
-pub struct EvalArgs {
-    /// A .qrn file
-    file: PathBuf,
-    /// Token ids, separated by commas; @FILE reads them from a file
-    #[arg(long, value_name = "1,2,3")]
-    ids: String,
-    /// Where to write float32 logits [tokens, vocab], as a safetensors file with one tensor "logits"
-    #[arg(long, value_name = "OUT.safetensors")]
-    logits: PathBuf,
-    /// Activations of integer weights
-    #[arg(long, value_enum, default_value = "int8")]
+/// Computes and writes the logits after each of the ids.
+pub fn main(
+    model: &Path,
+    ids: &str,
+    out: &Path,
     activations: Activations,
-    /// Keys and values
-    #[arg(long, value_enum, default_value = "f16")]
     kv: Kv,
-    /// Threads [default: all cores]
-    #[arg(short, long, value_parser = threads)]
     threads: Option<usize>,
-}
-
-/// Runs the command.
-pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
-    let ids = parse_ids(&args.ids)?;
-    let file = open(&args.file)?;
+) -> Result<(), Box<dyn Error>> {
+    let ids = parse_ids(ids)?;
+    let file = open(model)?;
     let (vocab, most) = (file.spec().vocab, file.spec().max_context);
     if ids.len() > most {
         return Err(Usage(format!("--ids: {} tokens, the model was made for at most {most}", ids.len())).into());
@@ -49,15 +33,11 @@ pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
         return Err(Usage(format!("--ids: token {bad}, the vocabulary has {vocab} tokens")).into());
     }
     let blocks: Vec<u32> = (0..ids.len().div_ceil(BLOCK) as u32).collect();
-    let options = CpuOptions {
-        threads: args.threads.unwrap_or(0),
-        blocks: blocks.len(),
-        mode: args.activations.into(),
-        kv: args.kv.into(),
-    };
+    let options =
+        CpuOptions { threads: threads.unwrap_or(0), blocks: blocks.len(), mode: activations.into(), kv: kv.into() };
     let mut executor = CpuExecutor::new(Arc::new(file), options)?;
-    let path = destination(&args.logits).map_err(|e| format!("{}: {e}", args.logits.display()))?;
-    if path.canonicalize().is_ok_and(|out| args.file.canonicalize().is_ok_and(|model| out == model)) {
+    let path = destination(out).map_err(|e| format!("{}: {e}", out.display()))?;
+    if path.canonicalize().is_ok_and(|path| model.canonicalize().is_ok_and(|model| path == model)) {
         return Err(Usage("--logits: that is the model's own file".into()).into());
     }
     let (temp, out) = create_sibling(&path)?;
