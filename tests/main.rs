@@ -6,6 +6,7 @@
 
 mod cli;
 mod compressed;
+mod handed;
 mod lossless;
 mod parity;
 mod real;

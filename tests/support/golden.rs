@@ -53,6 +53,15 @@ impl Golden {
         self.floats.get(name).unwrap_or_else(|| panic!("{name} is not in the golden file"))
     }
 
+    pub fn has(&self, name: &str) -> bool {
+        self.floats.contains_key(name)
+    }
+
+    /// The float tensors whose names start with `prefix`, by the rest of their names.
+    pub fn named(&self, prefix: &str) -> impl Iterator<Item = (&str, &Floats)> {
+        self.floats.iter().filter_map(move |(name, floats)| Some((name.strip_prefix(prefix)?, floats)))
+    }
+
     pub fn ids(&self, name: &str) -> &[u32] {
         self.ids.get(name).unwrap_or_else(|| panic!("{name} is not in the golden file"))
     }
