@@ -13,3 +13,4 @@ mod real;
 mod sources;
 mod support;
 mod tokenizers;
+mod supported;

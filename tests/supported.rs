@@ -1,0 +1,157 @@
+//! The README's table of formats and families, made by trying each cell.
+//!
+//! A cell is a checkpoint: the family's float fixture with its linear layers in the row's format
+//! ([`checkpoint::make`]), or a GGUF fixture. *exact*: codes, scales and values are the source's, in
+//! at most a tenth more room; *widened*: the same values in more bits; *refused*: named by an error.
+//! Exact-mode logits must be those of a twin that holds the same numbers as plain f32.
+//! `QUERN_UPDATE=1` writes the table instead of comparing it.
+
+use std::{env, fs, path::Path};
+
+use quern_convert::{Options, convert};
+use quern_models::{FloatType, ModelFile, Scheme};
+
+use crate::support::{
+    Scratch,
+    checkpoint::{self, Format},
+    fixture,
+    golden::{Golden, distance, range},
+    model::{self, Run, kept},
+};
+
+/// Families, by the folder of their float fixture. GPT-2 stores its layers transposed, so only GPTQ,
+/// whose codes are not, has them quantized.
+const FAMILIES: [(&str, &str, bool); 1] = [("llama", "llama", false)];
+
+const fn gptq(bits: usize, sym: bool, v2: bool, act_order: bool) -> Format {
+    Format::Gptq { bits, sym, v2, act_order }
+}
+
+/// Rows of formats that are made here.
+const ROWS: [(&str, Format); 21] = [
+    ("float: F32", Format::Float(FloatType::F32)),
+    ("float: F16", Format::Float(FloatType::F16)),
+    ("float: BF16", Format::Float(FloatType::BF16)),
+    ("GPTQ 8 bits", gptq(8, true, false, false)),
+    ("GPTQ 4 bits", gptq(4, true, false, false)),
+    ("GPTQ 4 bits, asymmetric", gptq(4, false, false, false)),
+    ("GPTQ 4 bits, act-order", gptq(4, true, false, true)),
+    ("GPTQ v2 4 bits, asymmetric, act-order", gptq(4, false, true, true)),
+    ("GPTQ 3 bits", gptq(3, true, false, false)),
+    ("GPTQ 3 bits, asymmetric", gptq(3, false, false, false)),
+    ("GPTQ 2 bits", gptq(2, true, false, false)),
+    ("AWQ gemm", Format::AwqGemm),
+    ("AWQ gemv", Format::AwqGemv),
+    ("compressed-tensors int8", Format::Packed { bits: 8, sym: true }),
+    ("compressed-tensors int4", Format::Packed { bits: 4, sym: true }),
+    ("compressed-tensors int4, asymmetric", Format::Packed { bits: 4, sym: false }),
+    ("compressed-tensors int2", Format::Packed { bits: 2, sym: true }),
+    ("compressed-tensors W8A8", Format::Int8),
+    ("compressed-tensors FP8", Format::Fp8Channel),
+    ("FP8 in blocks", Format::Fp8Block),
+    ("compressed-tensors MXFP4", Format::Mxfp4),
+];
+
+const BEGIN: &str = "<!-- made by tests/supported.rs -->";
+const END: &str = "<!-- end -->";
+
+#[test]
+fn the_readme_says_what_is_read() {
+    let mut table =
+        format!("| format | {} |\n|---|{}\n", FAMILIES.map(|f| f.0).join(" | "), "---|".repeat(FAMILIES.len()));
+    for (name, format) in ROWS {
+        let cells = FAMILIES.map(|(_, folder, conv1d)| cell(folder, format, conv1d));
+        table += &format!("| {name} | {} |\n", cells.join(" | "));
+    }
+    for (name, cells) in gguf() {
+        table += &format!("| {name} | {} |\n", cells.join(" | "));
+    }
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md");
+    let readme = fs::read_to_string(&path).unwrap();
+    let (before, rest) = readme.split_once(BEGIN).expect("README.md has the table's first mark");
+    let (there, after) = rest.split_once(END).expect("README.md has the table's last mark");
+    if env::var_os("QUERN_UPDATE").is_some() {
+        fs::write(&path, format!("{before}{BEGIN}\n{table}{END}{after}")).unwrap();
+        return;
+    }
+    assert_eq!(there.trim(), table.trim(), "README.md's table; QUERN_UPDATE=1 cargo test the_readme writes it");
+}
+
+/// Tries one cell.
+fn cell(folder: &str, format: Format, conv1d: bool) -> String {
+    if conv1d && !matches!(format, Format::Float(_) | Format::Gptq { .. }) {
+        return "".into();
+    }
+    let dir = fixture("models").join(folder);
+    let scratch = Scratch::new("supported");
+    let (packed, twin) = (scratch.at("packed"), scratch.at("twin"));
+    let bits = checkpoint::make(&dir, format, conv1d, &packed, &twin);
+    let what = format!("{folder}, {format:?}");
+    if let Err(e) = convert(&packed, &scratch.at("probe.qrn"), &Options::default(), &mut ()) {
+        println!("{what}: {e}");
+        return "refused".into();
+    }
+    let golden = Golden::read(&dir);
+    let ids = golden.ids("input_ids");
+    let (report, file) = kept(&packed, &scratch);
+    let logits = model::logits(&file, Run::Exact, ids);
+    let stored = bits_per_weight(&file);
+    let expected_method = match format {
+        Format::Float(_) => "float",
+        Format::Gptq { .. } => "gptq",
+        Format::AwqGemm | Format::AwqGemv => "awq",
+        _ => &report.method,
+    };
+    assert_eq!(report.method, expected_method, "{what}");
+    drop(file);
+    let (_, file) = kept(&twin, &scratch);
+    let expected = model::logits(&file, Run::Exact, ids);
+    let (off, range) = (distance(&logits, &expected), range(&expected));
+    // Both are sums of the same products in another order.
+    let bound = golden.exact_bound(range);
+    println!(
+        "{what}: {:.1e} of the range off, {bits:.2} bits per weight in the source, {stored:.2} in the file",
+        off / range
+    );
+    assert!(off <= bound, "{what}: {:.1e} of the range off, bound {:.1e}", off / range, bound / range);
+    sized(bits, stored)
+}
+
+fn sized(bits: f64, stored: f64) -> String {
+    if stored <= bits * 1.1 { "exact".into() } else { format!("widened {bits:.2} to {stored:.2}") }
+}
+
+/// Bits per weight of the linear layers of the decoder layers, padding not counted.
+fn bits_per_weight(file: &ModelFile) -> f64 {
+    let (mut weights, mut bits) = (0u64, 0f64);
+    for t in file.tensors().iter().filter(|t| t.name.starts_with("layers.") && t.dims.len() == 2) {
+        let (n, k) = t.shape();
+        weights += n * k;
+        let of_group = |group: u32, bits: u32| bits as f64 * (k as f64 / group as f64).ceil() * n as f64;
+        bits += match t.scheme {
+            Scheme::Float(kind) => (n * k) as f64 * 8.0 * kind.size() as f64,
+            Scheme::Order => 0.0,
+            Scheme::Int { bits, group, zero, scale } => {
+                let zero = match zero {
+                    quern_models::ZeroKind::Mid => 0,
+                    quern_models::ZeroKind::Code => bits as u32,
+                    quern_models::ZeroKind::Min => 8 * scale.size() as u32,
+                };
+                (n * k) as f64 * bits as f64 + of_group(group, 8 * scale.size() as u32 + zero)
+            }
+            Scheme::Nested { bits, group, zero } => {
+                let levels = if zero == quern_models::ZeroKind::Min { 2 } else { 1 };
+                (n * k) as f64 * bits as f64 + of_group(group, 8 * levels) + of_group(256, 16 * levels)
+            }
+            Scheme::Mini { kind, group, scale } => {
+                (n * k) as f64 * kind.bits() as f64 + of_group(group, 8 * scale.size() as u32)
+            }
+        };
+    }
+    bits / weights as f64
+}
+
+/// Rows of the GGUF fixtures, whose goldens `tests/parity.rs` compares.
+fn gguf() -> Vec<(String, Vec<String>)> {
+    vec![]
+}
