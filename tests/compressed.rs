@@ -107,7 +107,7 @@ fn growth(name: &str, dir: &Path, file: &ModelFile) {
 
 /// The checkpoint with the base's own f16 embeddings, norms and head: the golden was computed with these, the file has
 /// them rounded to bf16.
-fn unrounded(dir: &Path, scratch: &Scratch) -> PathBuf {
+pub fn unrounded(dir: &Path, scratch: &Scratch) -> PathBuf {
     let copy = scratch.copy(dir, "unrounded");
     let (bytes, base) =
         (fs::read(dir.join("model.safetensors")), fs::read(dir.join("../_base/llama/model.safetensors")));
