@@ -315,8 +315,11 @@ fn yarn_is_what_llama_cpp_makes_of_it() {
     assert_eq!(other["rope_parameters"]["rope_type"], "longrope");
 }
 
-/// Writes the parts of a split model with these changes to their metadata; `None` leaves one out.
-fn parts(scratch: &Scratch, all: &[Option<(&[(&'static str, Meta)], &[&str])>]) -> std::path::PathBuf {
+/// Metadata and tensors of a part.
+type Part<'a> = (&'a [(&'static str, Meta)], &'a [&'a str]);
+
+/// Writes the parts of a split model, the first with `base` besides; `None` leaves one out.
+fn parts(scratch: &Scratch, all: &[Option<Part>]) -> std::path::PathBuf {
     for (i, part) in all.iter().enumerate() {
         let Some((meta, tensors)) = part else { continue };
         let meta = if i == 0 { [&base()[..], meta].concat() } else { meta.to_vec() };
@@ -355,7 +358,7 @@ fn any_part_of_a_model_is_the_model() {
 fn parts_that_do_not_fit_are_named() {
     let embed = &["token_embd.weight"][..];
     let (first, second) = (place(0, 2, 2), place(1, 2, 2));
-    let error = |all: &[Option<(&[(&'static str, Meta)], &[&str])>]| {
+    let error = |all: &[Option<Part>]| {
         let scratch = Scratch::new("parts");
         let path = parts(&scratch, all);
         match source::Source::open(&path) {
