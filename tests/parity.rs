@@ -204,6 +204,46 @@ fn gguf_q4_1() {
 }
 
 #[test]
+fn gguf_q4_k_m() {
+    parity("gguf/llama-q4_k_m", "gguf");
+}
+
+#[test]
+fn gguf_q5_k_in_two_parts() {
+    parity("gguf/llama-q5_k-split", "gguf");
+}
+
+#[test]
+fn gguf_mixed_blocks() {
+    parity("gguf/llama-mixed", "gguf");
+}
+
+#[test]
+fn gguf_yarn() {
+    parity("gguf/llama-yarn", "gguf");
+}
+
+#[test]
+fn gguf_qwen2() {
+    parity("gguf/qwen2-q5", "gguf");
+}
+
+#[test]
+fn gguf_qwen3() {
+    parity("gguf/qwen3-q8_0", "gguf");
+}
+
+#[test]
+fn gguf_smollm3() {
+    parity("gguf/smollm3-q4_0", "gguf");
+}
+
+#[test]
+fn gguf_gpt2() {
+    parity("gguf/gpt2-q4_1", "gguf");
+}
+
+#[test]
 fn every_fixture_has_a_test() {
     let named = include_str!("parity.rs");
     for folder in ["models", "gguf"] {

@@ -10,7 +10,7 @@ mod take;
 use std::{collections::BTreeSet, path::Path, time::Instant};
 
 use quern_models::{
-    FileWriter, FloatType, Meta, ModelFile, Scheme, TensorPlan,
+    FileWriter, FloatType, Meta, ModelFile, TensorPlan,
     family::{self, FamilyPlan},
 };
 use serde_json::{Value, json};
@@ -154,8 +154,8 @@ impl<'a> Plan<'a> {
     }
 
     fn provenance(&self, checkpoint: &Checkpoint, options: &Options) -> Value {
-        let ints = self.jobs.iter().find_map(|j| match (j.codes(), j.scheme()) {
-            (codes, Scheme::Int { bits, group, .. }) if j.dims.len() == 2 && j.target.contains('.') => {
+        let ints = self.jobs.iter().find_map(|j| match (j.codes(), j.scheme().coded()) {
+            (codes, Some((bits, group))) if j.dims.len() == 2 && j.target.contains('.') => {
                 Some((codes.map_or(bits, |t| t.source_bits()), group))
             }
             _ => None,

@@ -54,7 +54,7 @@ fn more_templates(dir: &Path) -> Vec<PathBuf> {
 /// Finds and maps the tensor files of a directory.
 ///
 /// An index names its shards; without one it is `model.safetensors`, or the only .safetensors file
-/// whatever its name, or the only .gguf file (which is also taken where no config.json stands beside
+/// whatever its name, or the only .gguf model, in one file or in parts (which is also taken where no config.json stands beside
 /// the .safetensors).
 pub(super) fn open(dir: &Path) -> Result<Source, ConvertError> {
     let mut names = vec![];
@@ -75,7 +75,7 @@ pub(super) fn open(dir: &Path) -> Result<Source, ConvertError> {
     let main = ["model.safetensors.index.json", "model.safetensors"].into_iter().find(|m| names.iter().any(|n| n == m));
     let indices = ending(".safetensors.index.json");
     let singles = ending(".safetensors");
-    let ggufs = ending(".gguf");
+    let ggufs = super::gguf::models(ending(".gguf"));
     let chosen = match (main, &indices[..], &singles[..], &ggufs[..]) {
         (Some(main), ..) => main,
         (None, _, _, [one]) if !names.iter().any(|n| n == "config.json") => one,
@@ -92,7 +92,7 @@ pub(super) fn open(dir: &Path) -> Result<Source, ConvertError> {
     };
     let path = dir.join(chosen);
     if chosen.ends_with(".gguf") {
-        return Ok(Source::Gguf { map: map(&path)?, path });
+        return Ok(Source::Gguf(super::gguf::open(&path, map(&path)?)?));
     }
     if chosen.ends_with(".index.json") {
         return open_index(dir, &path);

@@ -151,13 +151,8 @@ pub enum Source {
         /// Tensor -> shard file name, by the index file named.
         index: Option<(PathBuf, BTreeMap<String, String>)>,
     },
-    /// One GGUF file.
-    Gguf {
-        /// Its path.
-        path: PathBuf,
-        /// Its bytes.
-        map: Mapped,
-    },
+    /// A GGUF file, or the parts of one in order.
+    Gguf(Vec<(PathBuf, Mapped)>),
 }
 
 impl Source {
@@ -175,7 +170,7 @@ impl Source {
         }
         let map = map(path)?;
         if map.starts_with(b"GGUF") {
-            return Ok(Source::Gguf { path: path.into(), map });
+            return Ok(Source::Gguf(gguf::open(path, map)?));
         }
         if map.starts_with(&quern_models::format::MAGIC) {
             return Err(ConvertError::Source {
@@ -202,7 +197,7 @@ impl Source {
                 let tensors = shards.iter().map(|s| &s.0).chain(index.iter().map(|i| &i.0)).cloned();
                 tensors.chain(directory::beside(dir)).collect()
             }
-            Source::Gguf { path, .. } => vec![path.clone()],
+            Source::Gguf(parts) => parts.iter().map(|p| p.0.clone()).collect(),
         }
     }
 
@@ -210,11 +205,7 @@ impl Source {
     pub fn read(&self) -> Result<Checkpoint<'_>, ConvertError> {
         match self {
             Source::Directory { dir, shards, index } => directory::read(dir, shards, index.as_ref()),
-            Source::Gguf { path, map } => {
-                let file = |source| ConvertError::File { path: path.clone(), source };
-                let parsed = gguf::parse(map).map_err(file)?;
-                gguf::checkpoint(&parsed, &name_of(path)).map_err(file)
-            }
+            Source::Gguf(parts) => gguf::read(parts),
         }
     }
 }

@@ -231,11 +231,164 @@ fn metadata_becomes_a_config_or_a_refusal() {
         ("tokenizer.ggml.merges", Meta::Texts(&["ab"]), "merges"),
         ("tokenizer.ggml.merges", Meta::Texts(&["a b"]), "\"b\" is not in the vocabulary"),
         ("tokenizer.ggml.tokens", Meta::Texts(&["a", "a", "b"]), "twice"),
-        ("split.count", Meta::Number(2), "split"),
     ] {
         let text = with(key, value).unwrap_err();
         assert!(text.contains(message), "{key}: {text}");
     }
+}
+
+/// Base metadata under another architecture's name.
+fn base_of(arch: &'static str) -> Vec<(&'static str, Meta)> {
+    let other = |(key, value): (&'static str, Meta)| match key.strip_prefix("llama.") {
+        Some(rest) => (format!("{arch}.{rest}").leak() as &'static str, value),
+        None if key == "general.architecture" => (key, Meta::Text(arch)),
+        None => (key, value),
+    };
+    base().into_iter().map(other).collect()
+}
+
+/// Config and tensor names of an architecture.
+fn arch(arch: &'static str, more: &[(&'static str, Meta)], tensors: &[&str]) -> Result<(Value, Vec<String>), String> {
+    let bytes = bytes(&[&base_of(arch)[..], more].concat(), tensors);
+    let gguf = source::gguf::parse(&bytes).map_err(|e| e.to_string())?;
+    let checkpoint = source::gguf::checkpoint(&gguf, "t").map_err(|e| e.to_string())?;
+    Ok((checkpoint.config, checkpoint.tensors.into_keys().collect()))
+}
+
+#[test]
+fn architectures_are_families() {
+    let tensors = ["token_embd.weight", "output.weight", "blk.0.attn_k_norm.weight", "blk.0.attn_q.bias"];
+    let (qwen3, names) = arch("qwen3", &[("qwen3.attention.key_length", Meta::Number(8))], &tensors).unwrap();
+    assert_eq!((&qwen3["model_type"], &qwen3["head_dim"]), (&json!("qwen3"), &json!(8)));
+    assert_eq!((&qwen3["attention_bias"], &qwen3["tie_word_embeddings"]), (&json!(true), &json!(false)));
+    let layer = "model.layers.0.self_attn";
+    assert_eq!(
+        names,
+        [
+            "lm_head.weight",
+            "model.embed_tokens.weight",
+            &format!("{layer}.k_norm.weight"),
+            &format!("{layer}.q_proj.bias")
+        ]
+    );
+    let (qwen2, _) = arch("qwen2", &[], &tensors).unwrap();
+    assert_eq!((&qwen2["model_type"], qwen2.get("attention_bias")), (&json!("qwen2"), None));
+    let (smollm3, _) = arch("smollm3", &[], &["token_embd.weight"]).unwrap();
+    assert_eq!((&smollm3["no_rope_layer_interval"], &smollm3["tie_word_embeddings"]), (&json!(4), &json!(true)));
+    let gpt2 = [("gpt2.context_length", Meta::Number(9)), ("gpt2.attention.layer_norm_epsilon", Meta::Float(1e-5))];
+    let tensors = ["token_embd.weight", "position_embd.weight", "blk.0.attn_qkv.bias", "blk.0.ffn_up.weight"];
+    let (config, names) = arch("gpt2", &gpt2, &tensors).unwrap();
+    assert_eq!((&config["n_positions"], &config["n_inner"], &config["n_head"]), (&json!(9), &json!(32), &json!(1)));
+    let layer = "transformer.h.0";
+    let ours = [&format!("{layer}.attn.c_attn.bias"), &format!("{layer}.mlp.c_fc.weight"), "transformer.wpe.weight"];
+    assert_eq!(names[..3], ours);
+    let (mistral, _) =
+        arch("llama", &[("llama.attention.sliding_window", Meta::Number(16))], &["token_embd.weight"]).unwrap();
+    assert_eq!((&mistral["model_type"], &mistral["sliding_window"]), (&json!("mistral"), &json!(16)));
+    let window = arch("qwen2", &[("qwen2.attention.sliding_window", Meta::Number(16))], &["token_embd.weight"]);
+    assert!(window.unwrap_err().contains("qwen2.attention.sliding_window is 16"));
+    let text = arch("gemma3", &[], &["token_embd.weight"]).unwrap_err();
+    assert!(text.contains("architecture gemma3") && text.contains("llama, qwen2, qwen3, smollm3, gpt2"), "{text}");
+}
+
+#[test]
+fn yarn_is_what_llama_cpp_makes_of_it() {
+    let yarn = |more: &[(&'static str, Meta)]| {
+        let said = [
+            ("llama.rope.scaling.type", Meta::Text("yarn")),
+            ("llama.rope.scaling.factor", Meta::Float(4.0)),
+            ("llama.rope.scaling.original_context_length", Meta::Number(77)),
+        ];
+        let said = [&said[..], more].concat();
+        arch("llama", &said, &["token_embd.weight"]).map(|(config, _)| config["rope_parameters"].clone())
+    };
+    let rope = yarn(&[]).unwrap();
+    assert_eq!((&rope["rope_type"], &rope["factor"]), (&json!("yarn"), &json!(4.0)));
+    assert_eq!(rope["original_max_position_embeddings"], 77);
+    assert_eq!((&rope["beta_fast"], &rope["beta_slow"]), (&json!(32.0), &json!(1.0)));
+    let usual = 0.1 * 4f64.ln() + 1.0;
+    assert_eq!(rope["attention_factor"], usual);
+    let half = yarn(&[("llama.rope.scaling.attn_factor", Meta::Float(0.5))]).unwrap();
+    assert_eq!(half["attention_factor"], usual / 2.0);
+    let all = yarn(&[("llama.rope.scaling.yarn_log_multiplier", Meta::Float(1.0))]).unwrap();
+    assert_eq!(all["attention_factor"], 1.0);
+    let mixed = yarn(&[("llama.rope.scaling.yarn_ext_factor", Meta::Float(0.5))]).unwrap_err();
+    assert!(mixed.contains("yarn_ext_factor is 0.5"), "{mixed}");
+    let other = with("llama.rope.scaling.type", Meta::Text("longrope")).unwrap().0;
+    assert_eq!(other["rope_parameters"]["rope_type"], "longrope");
+}
+
+/// Metadata and tensors of a part.
+type Part<'a> = (&'a [(&'static str, Meta)], &'a [&'a str]);
+
+/// Writes the parts of a split model, the first with `base` besides; `None` leaves one out.
+fn parts(scratch: &Scratch, all: &[Option<Part>]) -> std::path::PathBuf {
+    for (i, part) in all.iter().enumerate() {
+        let Some((meta, tensors)) = part else { continue };
+        let meta = if i == 0 { [&base()[..], meta].concat() } else { meta.to_vec() };
+        let name = format!("m-{:05}-of-{:05}.gguf", i + 1, all.len());
+        fs::write(scratch.model().join(name), bytes(&meta, tensors)).unwrap();
+    }
+    scratch.model().join(format!("m-00001-of-{:05}.gguf", all.len()))
+}
+
+/// What `split.no`, `split.count` and `split.tensors.count` say.
+fn place(no: u32, count: u32, tensors: u32) -> Vec<(&'static str, Meta)> {
+    vec![
+        ("split.no", Meta::Number(no)),
+        ("split.count", Meta::Number(count)),
+        ("split.tensors.count", Meta::Number(tensors)),
+    ]
+}
+
+#[test]
+fn any_part_of_a_model_is_the_model() {
+    let whole = fixture("gguf/llama-q5_k-split");
+    let names = |path: &std::path::Path| {
+        let source = source::Source::open(path).unwrap();
+        let files = source.paths();
+        let checkpoint = source.read().unwrap();
+        (files.len(), checkpoint.name, checkpoint.tensors.into_keys().collect::<Vec<_>>())
+    };
+    let (files, name, tensors) = names(&whole);
+    assert_eq!((files, name.as_str(), tensors.len()), (2, "model-00001-of-00002.gguf", 12));
+    for part in ["model-00001-of-00002.gguf", "model-00002-of-00002.gguf"] {
+        assert_eq!(names(&whole.join(part)), (files, name.clone(), tensors.clone()));
+    }
+}
+
+#[test]
+fn parts_that_do_not_fit_are_named() {
+    let embed = &["token_embd.weight"][..];
+    let (first, second) = (place(0, 2, 2), place(1, 2, 2));
+    let error = |all: &[Option<Part>]| {
+        let scratch = Scratch::new("parts");
+        let path = parts(&scratch, all);
+        match source::Source::open(&path) {
+            Ok(source) => source.read().map(|c| c.tensors.len()).map_err(|e| e.to_string()),
+            Err(e) => Err(e.to_string()),
+        }
+    };
+    let good = Some((&second[..], &["output.weight"][..]));
+    assert_eq!(error(&[Some((&first, embed)), good]), Ok(2));
+    for (all, message) in [
+        ([Some((&first[..], embed)), None], "m-00002-of-00002.gguf: part 2 of 2 of the model is missing"),
+        ([Some((&first, embed)), Some((&second, embed))], "token_embd.weight in parts 1 and 2"),
+        ([Some((&first, embed)), Some((&first, &["output.weight"]))], "expected part 2 of 2, got part 1 of 2"),
+        ([Some((&first, embed)), Some((&[], &["output.weight"]))], "expected part 2 of 2, got part 1 of 1"),
+        ([Some((&place(0, 2, 3), embed)), good], "expected 3 tensors in all parts, got 2"),
+        ([Some((&place(2, 2, 2), embed)), good], "split.no: expected a whole number below 2"),
+        ([Some((&place(0, 70000, 2), embed)), good], "split.count: expected a whole number below 65536"),
+        ([Some((&place(0, 3, 2), embed)), good], "its name does not end in -00001-of-00003.gguf"),
+    ] {
+        let text = error(&all).unwrap_err();
+        assert!(text.contains(message), "{message}: {text}");
+    }
+    let scratch = Scratch::new("renamed");
+    let path = scratch.model().join("model.gguf");
+    fs::write(&path, bytes(&[&base()[..], &first].concat(), embed)).unwrap();
+    let text = source::Source::open(&path).unwrap_err().to_string();
+    assert!(text.contains("part 1 of 2 of a model, but its name does not end in -00001-of-00002.gguf"), "{text}");
 }
 
 #[test]

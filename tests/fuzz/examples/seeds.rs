@@ -147,6 +147,12 @@ fn gguf_seeds() -> Result<(), Box<dyn Error>> {
     let seed = [&[1][..], &gguf::llama3()].concat();
     assert!(gguf::passes(&seed), "llama3");
     save("gguf", "llama3", &seed)?;
+    // Wide enough for super-blocks, of which zeros follow the header.
+    let seed = [&[1][..], &gguf::super_blocks()].concat();
+    assert!(gguf::passes(&seed), "super-blocks");
+    save("gguf", "super-blocks", &seed)?;
+    assert!(gguf::passes(&[3, 5]), "parts");
+    save("gguf", "parts", &[3, 5])?;
     assert!(gguf::passes(&[2]));
     save("gguf", "changes", &[2])?;
 

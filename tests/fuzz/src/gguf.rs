@@ -4,14 +4,19 @@
 //!
 //! - 0: the file as it is;
 //! - 1: the file's beginning; zeros follow;
-//! - 2, 3: an [`Arbitrary`] list of changes to a tiny model that is right; zeros follow.
+//! - 2: an [`Arbitrary`] list of changes to a tiny model that is right; zeros follow;
+//! - 3: the same for a model in two parts: a byte says how many tensors the first has, then come the changes.
 
 use std::sync::LazyLock;
 
 use arbitrary::{Arbitrary, Unstructured};
-use quern_convert::source::{
-    Rows, gguf,
-    gguf::{Gguf, Value},
+use quern_convert::{
+    import::{Integers, blocks::Blocks},
+    pack,
+    source::{
+        Block, Checkpoint, Dtype, Rows, gguf,
+        gguf::{Gguf, Value},
+    },
 };
 use quern_models::{
     family,
@@ -21,10 +26,13 @@ use quern_models::{
 use crate::{cut, extended, memory::bounded};
 
 /// Zeros behind an input.
-const TAIL: usize = 1 << 14;
+const TAIL: usize = 1 << 15;
 
 /// One execution.
 pub fn run(input: &[u8]) {
+    if input.first().is_some_and(|mode| mode % 4 == 3) {
+        return in_parts(&input[1..]);
+    }
     let (head, len) = file(input);
     // Zeros can be read as empty texts, so they count.
     extended(&head, len, |bytes| match bounded("parse", len, 4 << 10, 16, || gguf::parse(bytes)) {
@@ -33,14 +41,35 @@ pub fn run(input: &[u8]) {
     });
 }
 
-/// Whether the file made from an input becomes a model: for seeds.
+/// Two files of a model: joined they are as good as a whole file.
+fn in_parts(input: &[u8]) {
+    let [first, second] = parts(input);
+    let (Ok(a), Ok(b)) = (gguf::parse(&first), gguf::parse(&second)) else { return };
+    let count = a.tensors.len() + b.tensors.len();
+    match gguf::join(vec![a, b]) {
+        Err(e) => assert!(!e.to_string().is_empty()),
+        Ok(model) => {
+            assert_eq!(model.tensors.len(), count);
+            read(&model, first.len() + second.len());
+        }
+    }
+}
+
+/// Whether the file (or the parts) made from an input becomes a model: for seeds.
 pub fn passes(input: &[u8]) -> bool {
+    if input.first().is_some_and(|mode| mode % 4 == 3) {
+        let files = parts(&input[1..]);
+        let parsed = files.iter().map(|bytes| gguf::parse(bytes).ok()).collect::<Option<Vec<_>>>();
+        return parsed.and_then(|parts| gguf::join(parts).ok()).is_some_and(|model| planned(&model));
+    }
     let (head, len) = file(input);
     extended(&head, len, |bytes| {
-        let gguf = gguf::parse(bytes).ok();
-        let checkpoint = gguf.as_ref().and_then(|g| gguf::checkpoint(g, "m").ok());
-        checkpoint.is_some_and(|c| family::plan(&c.config, &c).is_ok())
+        gguf::parse(bytes).is_ok_and(|model| planned(&model))
     })
+}
+
+fn planned(model: &Gguf) -> bool {
+    gguf::checkpoint(model, "m").is_ok_and(|c| family::plan(&c.config, &c).is_ok())
 }
 
 fn used(gguf: &Gguf, bytes: &[u8]) {
@@ -57,8 +86,13 @@ fn used(gguf: &Gguf, bytes: &[u8]) {
             assert_eq!(n.iter().count(), n.len());
         }
     }
+    read(gguf, bytes.len());
+}
+
+/// Makes a checkpoint and a plan of a model that takes `len` bytes.
+fn read(gguf: &Gguf, len: usize) {
     // tokenizer.json spells out, twice, a token that takes nine bytes in the file: up to 166 a byte.
-    let checkpoint = bounded("checkpoint", bytes.len(), 64 << 10, 256, || gguf::checkpoint(gguf, "m"));
+    let checkpoint = bounded("checkpoint", len, 64 << 10, 256, || gguf::checkpoint(gguf, "m"));
     let checkpoint = match checkpoint {
         Ok(checkpoint) => checkpoint,
         Err(e) => return assert!(!e.to_string().is_empty()),
@@ -72,13 +106,27 @@ fn used(gguf: &Gguf, bytes: &[u8]) {
             assert!(t.rows.stored(0) < rows && t.rows.stored(rows - 1) < rows);
         }
     }
+    unpacked(&checkpoint);
     if let Some(json) = &checkpoint.tokenizer {
         serde_json::from_slice::<serde::de::IgnoredAny>(json).expect("tokenizer.json is JSON");
     }
     // At most 4096 layers, each with up to 20 rules of two names.
-    match bounded("plan", bytes.len(), 64 << 20, 16, || family::plan(&checkpoint.config, &checkpoint)) {
+    match bounded("plan", len, 64 << 20, 16, || family::plan(&checkpoint.config, &checkpoint)) {
         Err(e) => assert!(!e.to_string().is_empty()),
         Ok(plan) => plan.spec.check().expect("a planned spec was checked"),
+    }
+}
+
+/// Every small tensor of blocks can be packed, or has scales that are no numbers.
+fn unpacked(checkpoint: &Checkpoint) {
+    for (name, t) in &checkpoint.tensors {
+        if let (Dtype::Block(block), &[n, k]) = (t.dtype, &t.shape[..])
+            && n * k <= 1 << 13
+            && let Ok(blocks) = Blocks::new(name, t, block, n as usize, k as usize)
+        {
+            let planes = blocks.shape().scheme().planes(n, k).expect("the file holds as many elements");
+            assert_eq!(pack(&blocks).len() as u64, planes.total);
+        }
     }
 }
 
@@ -87,7 +135,7 @@ fn file(input: &[u8]) -> (Vec<u8>, usize) {
     let head = match cut(&mut rest, 1).first().copied().unwrap_or(0) % 4 {
         0 => return (rest.to_vec(), rest.len()),
         1 => rest.to_vec(),
-        _ => changed(rest),
+        _ => changed(Model::tiny(), rest),
     };
     let len = head.len() + TAIL;
     (head, len)
@@ -105,6 +153,7 @@ enum Change<'a> {
     RemoveTensor(u8),
     Counts(i8, i8),
     Version(u32),
+    Arch(u8),
 }
 
 #[derive(Debug, Arbitrary)]
@@ -139,6 +188,10 @@ enum Data<'a> {
 
 /// Keys, values and names that the importer looks for.
 const KNOWN: &str = "general.architecture general.alignment general.name general.license split.count \
+    split.no split.tensors.count qwen3 smollm3 position_embd.weight blk.0.attn_qkv.weight blk.0.attn_qkv.bias \
+    blk.0.attn_q_norm.weight blk.0.attn_k_norm.weight blk.0.attn_norm.bias llama.attention.layer_norm_epsilon \
+    llama.rope.scaling.original_context_length llama.rope.scaling.attn_factor llama.rope.scaling.yarn_ext_factor \
+    llama.rope.scaling.yarn_log_multiplier llama.rope.scaling.yarn_beta_fast llama.rope.scaling.yarn_beta_slow \
     llama.block_count llama.context_length llama.embedding_length llama.feed_forward_length \
     llama.attention.head_count llama.attention.head_count_kv llama.attention.key_length \
     llama.attention.value_length llama.attention.layer_norm_rms_epsilon llama.attention.sliding_window \
@@ -171,7 +224,7 @@ impl Dims {
         match *self {
             Dims::Vector(n) => vec![n as u64],
             Dims::Small(a, b) => vec![a as u64, b as u64],
-            Dims::Blocks(a, b) => vec![32 * (a as u64 % 8), b as u64 % 64],
+            Dims::Blocks(a, b) => vec![32 * (a as u64 % 17), b as u64 % 64],
             Dims::Any([a, b]) => vec![a, b],
             Dims::Many(n) => vec![1; n as usize % 6],
         }
@@ -288,11 +341,9 @@ impl Model {
             out.extend(kind.to_le_bytes());
             out.extend(offset.unwrap_or(at).to_le_bytes());
             let elements = dims.iter().fold(1u64, |n, &d| n.saturating_mul(d));
-            let size = match kind {
-                1 | 30 => elements.saturating_mul(2),
-                2 => (elements / 32).saturating_mul(18),
-                3 => (elements / 32).saturating_mul(20),
-                8 => (elements / 32).saturating_mul(34),
+            let size = match (kind, Block::of(*kind)) {
+                (1 | 30, _) => elements.saturating_mul(2),
+                (_, Some(block)) => (elements / block.columns() as u64).saturating_mul(block.bytes() as u64),
                 _ => elements.saturating_mul(4),
             };
             at = at.saturating_add(size).checked_next_multiple_of(32).unwrap_or(0);
@@ -321,8 +372,48 @@ pub fn llama3() -> Vec<u8> {
     file
 }
 
-fn changed(bytes: &[u8]) -> Vec<u8> {
-    let mut model = Model::tiny();
+/// The tiny model 256 wide, with super-blocks: for seeds.
+pub fn super_blocks() -> Vec<u8> {
+    let mut m = Model::tiny();
+    m.set("llama.embedding_length", Data::U32(256));
+    m.set("llama.attention.key_length", Data::U32(16));
+    m.tensors.clear();
+    let mut tensor = |name: &str, dims: &[u64], kind| m.tensors.push((name.into(), dims.into(), kind, None));
+    tensor("token_embd.weight", &[256, 6], 14);
+    tensor("output_norm.weight", &[256], 1);
+    tensor("blk.0.attn_norm.weight", &[256], 1);
+    tensor("blk.0.attn_q.weight", &[256, 32], 12);
+    tensor("blk.0.attn_k.weight", &[256, 16], 13);
+    tensor("blk.0.attn_v.weight", &[256, 16], 10);
+    tensor("blk.0.attn_output.weight", &[32, 256], 6);
+    tensor("blk.0.ffn_norm.weight", &[256], 0);
+    tensor("blk.0.ffn_gate.weight", &[256, 32], 11);
+    tensor("blk.0.ffn_up.weight", &[256, 32], 23);
+    tensor("blk.0.ffn_down.weight", &[32, 256], 39);
+    m.encode(3, (0, 0))
+}
+
+/// Two parts of the tiny model: the first byte says how many tensors the first has; then the changes to each.
+fn parts(input: &[u8]) -> [Vec<u8>; 2] {
+    let mut rest = input;
+    let first = cut(&mut rest, 1).first().copied().unwrap_or(4) as usize;
+    let half = cut(&mut rest, input.len() / 2);
+    let mut parts = [Model::tiny(), Model::default()];
+    let all = parts[0].tensors.len();
+    parts[1].tensors = parts[0].tensors.split_off(first % (all + 1));
+    for (i, part) in parts.iter_mut().enumerate() {
+        part.set("split.no", Data::U32(i as u32));
+        part.set("split.count", Data::U32(2));
+    }
+    parts[0].set("split.tensors.count", Data::U32(all as u32));
+    let [a, b] = parts;
+    [changed(a, half), changed(b, rest)].map(|mut bytes| {
+        bytes.resize(bytes.len() + TAIL, 0);
+        bytes
+    })
+}
+
+fn changed(mut model: Model, bytes: &[u8]) -> Vec<u8> {
     let (mut version, mut counts) = (3, (0, 0));
     let mut data = Unstructured::new(bytes);
     for _ in 0..64 {
@@ -351,6 +442,15 @@ fn changed(bytes: &[u8]) -> Vec<u8> {
             }
             Change::Counts(a, b) => counts = (a, b),
             Change::Version(v) => version = v,
+            Change::Arch(i) => {
+                let arch = ["llama", "qwen2", "qwen3", "smollm3", "gpt2"][i as usize % 5];
+                model.set("general.architecture", Data::Text(Text::Any(arch)));
+                for (key, _) in &mut model.meta {
+                    if let Some(rest) = key.strip_prefix("llama.") {
+                        *key = format!("{arch}.{rest}");
+                    }
+                }
+            }
             _ => {}
         }
     }

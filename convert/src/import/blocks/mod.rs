@@ -84,6 +84,10 @@ impl Integers for Blocks<'_> {
         self.shape
     }
 
+    fn source_bits(&self) -> u8 {
+        self.block.bits()
+    }
+
     fn code(&self, row: usize, col: usize) -> u8 {
         decode::code(self.block, self.block(row, col), col % self.block.columns())
     }

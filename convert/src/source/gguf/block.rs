@@ -81,6 +81,18 @@ impl Block {
         self.facts().0
     }
 
+    /// Bits of a code in the file.
+    pub const fn bits(self) -> u8 {
+        match self {
+            Block::Q2_K => 2,
+            Block::Q3_K => 3,
+            Block::Q4_0 | Block::Q4_1 | Block::Q4_K | Block::IQ4_NL | Block::IQ4_XS | Block::MXFP4 => 4,
+            Block::Q5_0 | Block::Q5_1 | Block::Q5_K => 5,
+            Block::Q6_K => 6,
+            Block::Q8_0 => 8,
+        }
+    }
+
     /// Columns of a block.
     pub const fn columns(self) -> usize {
         self.facts().2
