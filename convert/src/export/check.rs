@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use quern_models::{
-    ModelFile, ModelSpec,
+    ModelFile, ModelSpec, ZeroKind,
     spec::{Attn, Mlp},
 };
 use rayon::prelude::*;
@@ -101,7 +101,7 @@ fn values(item: &Item, codes: &dyn Integers) -> Result<Verified, ConvertError> {
             let (expected, got) = (
                 item.at(row, col),
                 match s.zero {
-                    quern_models::ZeroKind::Min => scale * got as f32 + codes.min(row, group),
+                    ZeroKind::Min => scale * got as f32 + codes.min(row, group),
                     _ => scale * (got as f32 - codes.zero(row, group) as f32),
                 },
             );
@@ -114,9 +114,9 @@ fn values(item: &Item, codes: &dyn Integers) -> Result<Verified, ConvertError> {
     Ok(Verified { codes: (s.n * s.k) as u64, scales: (s.n * s.groups()) as u64, ..Verified::default() })
 }
 
-/// A spec without what only says how its tensors are stored.
+/// A spec without what only says how its tensors are stored, and by which family's rules.
 fn unordered(spec: &ModelSpec) -> ModelSpec {
-    let mut spec = ModelSpec { head_order: false, ..spec.clone() };
+    let mut spec = ModelSpec { family: String::new(), head_order: false, ..spec.clone() };
     for layer in &mut spec.layers {
         let Attn::Gqa { attn_order, o_order, .. } = &mut layer.attn;
         (*attn_order, *o_order) = (false, false);

@@ -68,6 +68,7 @@ pub fn export(
         rows(model.items.iter().zip(&parts).map(|(i, p)| (p.dtype.name().into(), i, std::slice::from_ref(p))));
     meta.u32("general.file_type", file_type(&table[0].scheme));
 
+    model.undamaged()?;
     let io = |source| failed(out, source);
     let target = destination(out).map_err(io)?;
     let (path, file) = create_sibling(&target)?;
@@ -365,7 +366,7 @@ fn type_id(dtype: Dtype) -> u32 {
         Dtype::Block(Block::Q4_0) => 2,
         Dtype::Block(Block::Q4_1) => 3,
         Dtype::Block(Block::Q8_0) => 8,
-        Dtype::I32 | Dtype::Other(..) => unreachable!("tensor() makes floats and blocks"),
+        _ => unreachable!("tensor() makes floats and blocks"),
     }
 }
 

@@ -17,7 +17,7 @@ mod shards;
 
 use std::{collections::BTreeMap, path::Path, time::Instant};
 
-use quern_models::{FloatType, ModelFile, Scheme, family};
+use quern_models::{FloatType, FormatError, ModelFile, Scheme, family};
 use serde_json::Value;
 
 pub use gptq::GptqFormat;
@@ -82,7 +82,7 @@ pub fn export(
     progress: &mut dyn Progress,
 ) -> Result<Report, ConvertError> {
     let start = Instant::now();
-    let file = ModelFile::open(path).map_err(|source| ConvertError::Qrn { path: path.into(), source })?;
+    let file = ModelFile::open(path).map_err(|e| unusable(path, e))?;
     if let Ok(there) = out.canonicalize()
         && path.canonicalize().is_ok_and(|p| p == there)
     {
@@ -93,16 +93,14 @@ pub fn export(
         family::plan(&config).map_err(|source| ConvertError::Family { origin: path.display().to_string(), source })?;
     family.set_tied(file.spec().tied_head);
     let items = items::items(&file, &family)?;
-    let model = Model { file: &file, config, items: &items };
+    let model = Model { path, file: &file, config, items: &items };
     let threads = Threads::new()?;
     if options.format == Format::Gguf {
         return gguf::export(&model, out, options.force, &threads, progress, start);
     }
     let mut tensors = tensors(&model, options.format)?;
     tensors.notes.iter().for_each(|n| progress.note(n));
-    // Damage is found before it is copied.
-    threads.run(|| file.verify()).map_err(|source| ConvertError::Qrn { path: path.into(), source })?;
-
+    model.undamaged()?;
     let folder = Folder::create(out, options.force)?;
     beside::write(&folder, &model, &tensors)?;
     let mut written = Writing::new(&tensors.parts);
@@ -124,10 +122,26 @@ pub fn export(
 
 /// A model to be exported.
 struct Model<'a> {
+    path: &'a Path,
     file: &'a ModelFile,
     /// The source's config.json.
     config: Value,
     items: &'a [Item<'a>],
+}
+
+impl Model<'_> {
+    /// Compares every hash, so that damage is found before it is copied.
+    fn undamaged(&self) -> Result<(), ConvertError> {
+        self.file.verify().map(drop).map_err(|e| unusable(self.path, e))
+    }
+}
+
+/// Names the file, once.
+fn unusable(path: &Path, source: FormatError) -> ConvertError {
+    match source {
+        FormatError::Io { .. } => source.into(),
+        _ => ConvertError::Qrn { path: path.into(), source },
+    }
 }
 
 /// The source's config.json, which the converter keeps among the provenance.

@@ -71,10 +71,8 @@ impl<'a> Part<'a> {
     pub fn bytes(&self) -> u64 {
         let elements: u64 = self.dims.iter().product();
         match self.dtype {
-            Dtype::Float(t) => elements * t.size() as u64,
-            Dtype::Block(b) => elements / 32 * b.bytes() as u64,
-            Dtype::I32 => elements * 4,
-            Dtype::Other(_, bits) => elements * bits / 8,
+            Dtype::Block(b) => elements / b.columns() as u64 * b.bytes() as u64,
+            other => elements * other.bits().unwrap_or(0) / 8,
         }
     }
 
