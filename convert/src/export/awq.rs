@@ -3,7 +3,7 @@
 use quern_models::{FloatType, ZeroKind};
 use serde_json::{Value, json};
 
-use super::{items::Item, part::Part, tool};
+use super::{items::Item, part::Part};
 use crate::source::Dtype;
 
 /// Row (of eight) that nibble `i` of a word holds.
@@ -76,7 +76,7 @@ pub fn group<'a>(quantized: &[&'a Item<'a>]) -> Result<i64, (&'a Item<'a>, Strin
 }
 
 /// What quantization_config says.
-pub fn config(group: i64, floats: &[&Item]) -> Value {
+pub fn config(group: i64, floats: &[&Item], tools: &[Value]) -> Value {
     let kept: Vec<&str> = floats.iter().map(|i| i.module.as_str()).collect();
     json!({
         "bits": 4,
@@ -90,6 +90,6 @@ pub fn config(group: i64, floats: &[&Item]) -> Value {
         "lm_head": false,
         "pack_dtype": "int32",
         "modules_to_not_convert": if kept.is_empty() { Value::Null } else { json!(kept) },
-        "meta": { "quantizer": [tool()] },
+        "meta": { "quantizer": tools },
     })
 }

@@ -13,7 +13,6 @@ use serde_json::{Map, Value, json};
 use super::{
     items::{Coded, Item, Role},
     part::Part,
-    tool,
 };
 use crate::{ConvertError, source::Dtype};
 
@@ -117,7 +116,7 @@ fn bits(item: &Item, coded: &Coded) -> u8 {
 }
 
 /// What quantization_config says of the modules in `quantized` and, float though they are linear, in `floats`.
-pub fn config(quantized: &[&Item], floats: &[&Item], format: GptqFormat) -> Value {
+pub fn config(quantized: &[&Item], floats: &[&Item], format: GptqFormat, tools: &[Value]) -> Value {
     let own = |item: &'_ &Item| {
         let c = item.coded().expect("only plain integers become GPTQ tensors");
         (bits(item, &c), if c.groups() == 1 { -1 } else { c.group as i64 }, c.zero == ZeroKind::Mid)
@@ -153,7 +152,7 @@ pub fn config(quantized: &[&Item], floats: &[&Item], format: GptqFormat) -> Valu
         "checkpoint_format": format.name(),
         "format": format.name(),
         "pack_dtype": "int32",
-        "meta": { "quantizer": [tool()] },
+        "meta": { "quantizer": tools },
     });
     if !dynamic.is_empty() {
         config["dynamic"] = dynamic.into();

@@ -206,14 +206,24 @@ fn tensors<'a>(model: &Model<'a>, format: Format) -> Result<Tensors<'a>, Convert
     }
     let mut notes: Vec<String> = widened.iter().map(|i| widened_note(i)).collect();
     notes.extend(gptq::scale_note(&quantized));
+    let tools = model.tools();
     let quantization = match format {
-        Format::Gptq(format) => gptq::config(&quantized, &floats, format),
+        Format::Gptq(format) => gptq::config(&quantized, &floats, format, &tools),
         _ => {
             let group = awq::group(&quantized)
                 .map_err(|(item, why)| gptq::refuse(item, &why, "export it with --to gptq or --to float"))?;
-            awq::config(group, &floats)
+            awq::config(group, &floats, &tools)
         }
     };
+    let says = |key: &str, value: bool| quantization.get(key) == Some(&value.into());
+    let own = |t: &Value| t.as_str().is_some_and(|t| t.starts_with("gptqmodel:"));
+    if format == Format::Gptq(GptqFormat::V1) && says("sym", false) && !tools.iter().any(own) {
+        notes.push(
+            "gptqmodel opens asymmetric files of version 1 only if it made them itself; --format gptq_v2 is what it \
+             opens otherwise"
+                .into(),
+        );
+    }
     let mut parts = vec![];
     let mut names = vec![];
     for item in items {
@@ -249,9 +259,14 @@ fn widened_note(item: &Item) -> String {
     )
 }
 
-/// Who made the export, as configs name it.
-fn tool() -> String {
-    format!("quern:{}", env!("CARGO_PKG_VERSION"))
+impl Model<'_> {
+    /// Who made the integers and who wrote them, as configs name tools. gptqmodel opens asymmetric files of version 1
+    /// only if it is named itself.
+    fn tools(&self) -> Vec<Value> {
+        let made = self.file.provenance().get("tools").and_then(Value::as_array).cloned().unwrap_or_default();
+        let own = format!("quern:{}", env!("CARGO_PKG_VERSION"));
+        made.into_iter().filter(|t| t.is_string() && *t != own).chain([own.clone().into()]).collect()
+    }
 }
 
 /// Tensors by what they became, largest first.
