@@ -136,8 +136,8 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
     writeln!(s, "template     {}", text(file.chat_template().is_some(), "chat".into()))?;
     writeln!(s, "defaults     {}", serde_json::to_string(file.generation()).unwrap_or_default())?;
     let mut from = file.provenance().clone();
-    // The source's config is long; --json has it.
-    from.as_object_mut().and_then(|map| map.shift_remove("config"));
+    // What an export needs is long; --json has it.
+    ["config", "source_bits"].iter().for_each(|key| drop(from.as_object_mut().and_then(|map| map.shift_remove(*key))));
     writeln!(s, "from         {from}")?;
     Ok(s)
 }

@@ -24,10 +24,10 @@ pub fn obstacle(item: &Item) -> Option<&'static str> {
     if item.ordered() {
         return Some("AWQ has no order of columns (act-order)");
     }
-    if !item.view.n.is_multiple_of(8) {
+    if !item.n.is_multiple_of(8) {
         return Some("AWQ packs eight rows into a word");
     }
-    if coded.groups() > 1 && !item.view.k.is_multiple_of(coded.group) {
+    if coded.groups() > 1 && !item.k.is_multiple_of(coded.group) {
         return Some("AWQ has no partial groups");
     }
     None
@@ -36,7 +36,7 @@ pub fn obstacle(item: &Item) -> Option<&'static str> {
 /// The tensors of a module that [`obstacle`] finds nothing against.
 pub fn parts<'a>(item: &'a Item<'a>) -> Vec<Part<'a>> {
     let coded = item.coded().expect("obstacle() found plain integers");
-    let (n, k, groups) = (item.view.n, item.view.k, coded.groups());
+    let (n, k, groups) = (item.n, item.k, coded.groups());
     let name = |part: &str| format!("{}.{part}", item.module);
     let word = |rows: usize, nibble: &dyn Fn(usize) -> u8| {
         let nibbles = ROW_OF_NIBBLE.iter().enumerate();
@@ -68,7 +68,7 @@ pub fn parts<'a>(item: &'a Item<'a>) -> Vec<Part<'a>> {
 pub fn group<'a>(quantized: &[&'a Item<'a>]) -> Result<i64, (&'a Item<'a>, String)> {
     let own = |i: &Item| i.coded().map(|c| (c.groups() > 1).then_some(c.group)).unwrap_or_default();
     let Some(group) = quantized.iter().find_map(|i| own(i)) else { return Ok(-1) };
-    let fits = |i: &Item| own(i).map_or(i.view.k <= group, |g| g == group);
+    let fits = |i: &Item| own(i).map_or(i.k <= group, |g| g == group);
     match quantized.iter().find(|i| !fits(i)) {
         None => Ok(group as i64),
         Some(i) => Err((i, format!("AWQ has one group for the whole model, which is {group} in others"))),

@@ -27,6 +27,13 @@ fn config(model: &Model, tensors: &Tensors) -> Value {
     map.shift_remove("torch_dtype");
     map.insert("dtype".into(), name(tensors.dtype).into());
     map.insert("tie_word_embeddings".into(), model.file.spec().tied_head.into());
+    // Publishers pad: what counts is what the tensors have.
+    let spec = model.file.spec();
+    for (key, size) in [("vocab_size", spec.vocab), ("intermediate_size", spec.layers[0].mlp.inner())] {
+        if let Some(said) = map.get_mut(key).filter(|v| v.is_u64()) {
+            *said = size.into();
+        }
+    }
     let class = map.get("model_type").and_then(Value::as_str).and_then(architecture);
     if let (None, Some(class)) = (map.get("architectures"), class) {
         map.insert("architectures".into(), json!([class]));

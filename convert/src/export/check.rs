@@ -6,12 +6,13 @@
 use std::path::Path;
 
 use quern_models::{
-    ModelFile, ModelSpec, ZeroKind,
+    ModelFile, ModelSpec, Scheme,
+    p64::Shape,
     spec::{Attn, Mlp},
 };
 use rayon::prelude::*;
 
-use super::items::Item;
+use super::items::{Item, Piece};
 use crate::{
     ConvertError, Options, Phase, Progress, Verified,
     import::{Integers, float::Floats},
@@ -47,35 +48,43 @@ pub fn check(
 
 fn one(job: &Job, file: &ModelFile, items: &[Item]) -> Result<Verified, ConvertError> {
     let view = file.tensor(&job.target).ok_or_else(|| differ(&job.target, "tensor", "none", "one"))?;
-    let item = items.iter().find(|i| i.target == job.target);
-    match (&job.data, item) {
-        // Columns come in the order of the source.
-        (Data::Float { floats, .. }, Some(item)) => numbers(item, floats),
-        (Data::Codes(codes), Some(item)) if job.scheme() != view.scheme => values(item, &**codes),
+    let piece = items.iter().find_map(|i| i.piece(&job.target));
+    match (&job.data, piece) {
+        (Data::Float { floats, stored }, Some(piece)) => {
+            // An export without the order has the columns as the source.
+            let source = piece.ordered() && floats.arrange.is_natural();
+            match source || view.scheme != Scheme::Float(*stored) {
+                true => numbers(piece, floats, source),
+                false => job.verify(&view).map_err(swapped),
+            }
+        }
+        (Data::Codes(codes), Some(piece)) if job.scheme() != view.scheme => values(piece, &**codes),
         _ => job.verify(&view).map_err(swapped),
     }
 }
 
-/// Compares floats with the numbers of a tensor, rounded to their type.
-fn numbers(item: &Item, floats: &Floats) -> Result<Verified, ConvertError> {
-    if floats.n * floats.k != item.view.n * item.view.k {
-        let (expected, got) = ([item.view.n, item.view.k], [floats.n, floats.k]);
-        return Err(differ(&item.target, "shape", format!("{expected:?}"), format!("{got:?}")));
+/// Compares floats with the numbers of a tensor, rounded to their type. Columns are in the order of the `source`, or
+/// of the file.
+fn numbers(piece: &Piece, floats: &Floats, source: bool) -> Result<Verified, ConvertError> {
+    if floats.n * floats.k != piece.view.n * piece.view.k {
+        let (expected, got) = ([piece.view.n, piece.view.k], [floats.n, floats.k]);
+        return Err(differ(&piece.target, "shape", format!("{expected:?}"), format!("{got:?}")));
     }
-    let exact = (0..floats.n).into_par_iter().try_fold_with(true, |exact, row| {
+    // Whether every number is exactly the file's.
+    let exact = (0..floats.n).into_par_iter().map(|row| {
         let mut rounded = vec![];
-        let mut same = exact;
+        let mut exact = true;
         for col in 0..floats.k {
-            let (number, got) = (item.at(row, col), floats.at(row, col));
+            let number = if source { piece.at(row, col) } else { piece.view.at(row, col) };
             rounded.clear();
             floats.kind.push(number, &mut rounded);
-            let expected = floats.kind.read(&rounded, 0);
+            let (expected, got) = (floats.kind.read(&rounded, 0), floats.at(row, col));
             if expected.to_bits() != got.to_bits() {
-                return Err(differ(&item.target, format!("element [{row}, {col}]"), expected, got));
+                return Err(differ(&piece.target, format!("element [{row}, {col}]"), expected, got));
             }
-            same &= expected == number;
+            exact &= expected == number;
         }
-        Ok(same)
+        Ok(exact)
     });
     let exact = exact.try_reduce(|| true, |a, b| Ok(a && b))?;
     let count = (floats.n * floats.k) as u64;
@@ -84,29 +93,27 @@ fn numbers(item: &Item, floats: &Floats) -> Result<Verified, ConvertError> {
 }
 
 /// Compares codes, and the numbers they stand for, where groups or zero-points are written in another way.
-fn values(item: &Item, codes: &dyn Integers) -> Result<Verified, ConvertError> {
-    let (s, coded) = (codes.shape(), item.coded());
-    let Some(coded) = coded.filter(|c| (s.n, s.k, s.bits) == (item.view.n, item.view.k, c.bits)) else {
+fn values(piece: &Piece, codes: &dyn Integers) -> Result<Verified, ConvertError> {
+    let s = codes.shape();
+    let Some((bits, group)) = piece
+        .view
+        .scheme
+        .coded()
+        .filter(|c| (s.n, s.k, s.bits) == (piece.view.n, piece.view.k, c.0) && !piece.ordered())
+    else {
         let got = format!("{} [{}, {}]", s.scheme(), s.n, s.k);
-        return Err(differ(&item.target, "scheme and shape", item.view.scheme, got));
+        return Err(differ(&piece.target, "scheme and shape", piece.view.scheme, got));
     };
+    let at = Shape::new(s.n, s.k, bits, group);
     (0..s.n).into_par_iter().try_for_each(|row| {
         for col in 0..s.k {
-            let (expected, got) = (coded.code(row, col), codes.code(row, col));
+            let (expected, got) = (at.code(piece.view.codes, row, col), codes.code(row, col));
             if expected != got {
-                return Err(differ(&item.target, format!("code [{row}, {col}]"), expected, got));
+                return Err(differ(&piece.target, format!("code [{row}, {col}]"), expected, got));
             }
-            let group = col / s.group;
-            let scale = codes.scale(row, group);
-            let (expected, got) = (
-                item.at(row, col),
-                match s.zero {
-                    ZeroKind::Min => scale * got as f32 + codes.min(row, group),
-                    _ => scale * (got as f32 - codes.zero(row, group) as f32),
-                },
-            );
+            let (expected, got) = (piece.view.at(row, col), codes.value(row, col));
             if expected != got {
-                return Err(differ(&item.target, format!("value [{row}, {col}]"), expected, got));
+                return Err(differ(&piece.target, format!("value [{row}, {col}]"), expected, got));
             }
         }
         Ok(())

@@ -13,7 +13,7 @@ use std::{
 
 use half::f16;
 use quern_models::{
-    FloatType, Scheme, ZeroKind,
+    FloatType, ZeroKind,
     format::{create_sibling, destination},
     spec::{Act, Attn, Layer, Mlp, Rope, RopeScaling},
 };
@@ -226,36 +226,32 @@ fn rope_factors(layer: &Layer) -> Result<Option<Vec<f32>>, ConvertError> {
 
 /// One tensor under llama.cpp's name, in its order of rows.
 fn tensor<'a>(item: &'a Item<'a>, layer: &Layer) -> Result<Part<'a>, ConvertError> {
-    let Some(name) = name(&item.target) else {
+    let Some((name, target)) = item.whole().and_then(|p| Some((name(&p.target)?, &p.target))) else {
         return Err(gptq::refuse(item, "architecture llama has no such tensor", "export it with --to float"));
     };
     let Attn::Gqa { head_dim, .. } = layer.attn;
-    let permuted = item.role == Role::Linear && (item.target.ends_with(".q") || item.target.ends_with(".k"));
+    let permuted = item.role == Role::Linear && (target.ends_with(".q") || target.ends_with(".k"));
     let rows = if permuted { Rows::Interleaved { head_dim } } else { Rows::InOrder };
     // Row of the item that each stored row holds.
-    let mut row_of = vec![0; item.view.n];
-    (0..item.view.n).for_each(|row| row_of[rows.stored(row)] = row);
+    let mut row_of = vec![0; item.n];
+    (0..item.n).for_each(|row| row_of[rows.stored(row)] = row);
     let place = move |stored: usize| row_of[stored];
 
     if item.role == Role::Vector {
         // llama.cpp computes with norms as f32.
         return Ok(Part::floats(name, item, FloatType::F32));
     }
-    let kind = match item.view.scheme {
-        Scheme::Float(kind) => Some(kind),
-        _ => None,
-    };
-    if let Some(kind) = kind {
+    if let Some(kind) = item.float() {
         let whole = Part::floats(name.clone(), item, kind);
-        let dims = [item.view.n, item.view.k];
-        return Ok(Part::new(name, Dtype::Float(kind), &dims, item.view.k * kind.size(), move |stored, out| {
+        let dims = [item.n, item.k];
+        return Ok(Part::new(name, Dtype::Float(kind), &dims, item.k * kind.size(), move |stored, out| {
             whole.row(place(stored), out)
         }));
     }
     let block = block(item)?;
     let coded = item.coded().expect("block() found plain integers");
-    let row_bytes = item.view.k / 32 * block.bytes();
-    Ok(Part::new(name, Dtype::Block(block), &[item.view.n, item.view.k], row_bytes, move |stored, out| {
+    let row_bytes = item.k / 32 * block.bytes();
+    Ok(Part::new(name, Dtype::Block(block), &[item.n, item.k], row_bytes, move |stored, out| {
         for (i, out) in out.chunks_exact_mut(block.bytes()).enumerate() {
             fill(&coded, block, place(stored), i * 32, out);
         }
@@ -270,7 +266,7 @@ fn block(item: &Item) -> Result<Block, ConvertError> {
     if item.ordered() {
         return refuse("GGUF has no order of columns (act-order)");
     }
-    if !item.view.k.is_multiple_of(32) || !c.group.is_multiple_of(32) {
+    if !item.k.is_multiple_of(32) || !c.group.is_multiple_of(32) {
         return refuse("a block of GGUF is 32 columns");
     }
     if c.scale != FloatType::F16 {
@@ -282,7 +278,7 @@ fn block(item: &Item) -> Result<Block, ConvertError> {
         (4, ZeroKind::Min) => Ok(Block::Q4_1),
         (4, ZeroKind::Code) => {
             let inexact = |&row: &usize| (0..c.groups()).any(|g| minimum(&c, row, g).is_none());
-            match (0..item.view.n).into_par_iter().find_first(inexact) {
+            match (0..item.n).into_par_iter().find_first(inexact) {
                 None => Ok(Block::Q4_1),
                 Some(row) => refuse(&format!("the minimum that Q4_1 needs in row {row} is no f16 number")),
             }

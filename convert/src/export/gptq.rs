@@ -47,7 +47,7 @@ pub fn obstacle(item: &Item) -> Option<&'static str> {
 /// The tensors of a module that [`obstacle`] finds nothing against.
 pub fn parts<'a>(item: &'a Item<'a>, format: GptqFormat) -> Vec<Part<'a>> {
     let coded = item.coded().expect("obstacle() found plain integers");
-    let (n, k, groups, bits) = (item.view.n, item.view.k, coded.groups(), bits(item, &coded) as usize);
+    let (n, k, groups, bits) = (item.n, item.k, coded.groups(), bits(item, &coded) as usize);
     // A symmetric code of fewer bits lies in the middle of the file's range; see the import.
     let shift = if coded.zero == ZeroKind::Mid { (1u8 << (coded.bits - 1)) - (1 << (bits - 1)) } else { 0 };
     let name = |part: &str| format!("{}.{part}", item.module);
@@ -112,7 +112,7 @@ fn ones(bits: usize) -> Option<u32> {
 
 /// Bits of a code in the checkpoint.
 fn bits(item: &Item, coded: &Coded) -> u8 {
-    item.source_bits.filter(|_| coded.bits == 4).unwrap_or(coded.bits)
+    item.source_bits().filter(|_| coded.bits == 4).unwrap_or(coded.bits)
 }
 
 /// What quantization_config says of the modules in `quantized` and, float though they are linear, in `floats`.
@@ -131,7 +131,7 @@ pub fn config(quantized: &[&Item], floats: &[&Item], format: GptqFormat, tools: 
         if own_bits != bits {
             change.insert("bits".into(), own_bits.into());
         }
-        let whole = own_group < 0 && group as usize >= item.view.k;
+        let whole = own_group < 0 && group as usize >= item.k;
         if own_group != group && !whole {
             change.insert("group_size".into(), own_group.into());
         }
@@ -186,7 +186,7 @@ pub fn scale_note(quantized: &[&Item]) -> Option<String> {
 
 /// An error for a tensor that cannot be exported as asked.
 pub fn refuse(item: &Item, why: &str, next: &str) -> ConvertError {
-    ConvertError::unsupported(format!("tensor {} is {}: {why}", item.module, item.view.scheme), next)
+    ConvertError::unsupported(format!("tensor {} is {}: {why}", item.module, item.scheme()), next)
 }
 
 #[cfg(test)]

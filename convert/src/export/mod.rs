@@ -17,7 +17,7 @@ mod shards;
 
 use std::{collections::BTreeMap, path::Path, time::Instant};
 
-use quern_models::{FloatType, FormatError, ModelFile, Scheme, family};
+use quern_models::{FloatType, FormatError, ModelFile, family};
 use serde_json::Value;
 
 pub use gptq::GptqFormat;
@@ -89,14 +89,21 @@ pub fn export(
         return Err(ConvertError::OwnSource { path: out.into() });
     }
     let config = source_config(path, &file)?;
-    let mut family =
-        family::plan(&config).map_err(|source| ConvertError::Family { origin: path.display().to_string(), source })?;
+    let mut family = family::plan(&config, &())
+        .map_err(|source| ConvertError::Family { origin: path.display().to_string(), source })?;
     family.set_tied(file.spec().tied_head);
     let items = items::items(&file, &family)?;
     let model = Model { path, file: &file, config, items: &items };
     let threads = Threads::new()?;
     if options.format == Format::Gguf {
         return gguf::export(&model, out, options.force, &threads, progress, start);
+    }
+    let parts = ["text_config", "llm_config", "language_config", "thinker_config"];
+    if let Some(key) = parts.iter().find(|key| model.config.get(**key).is_some()) {
+        return Err(ConvertError::unsupported(
+            format!("the source is a multimodal model ({key} in its config), of which the file has the text part"),
+            "this version exports such a model with --to gguf only",
+        ));
     }
     let mut tensors = tensors(&model, options.format)?;
     tensors.notes.iter().for_each(|n| progress.note(n));
@@ -170,7 +177,7 @@ fn tensors<'a>(model: &Model<'a>, format: Format) -> Result<Tensors<'a>, Convert
     let items = model.items;
     if let Format::Float(asked) = format {
         let kind = |i: &Item| asked.unwrap_or_else(|| exact(i));
-        let parts: Vec<Part> = items.iter().map(|i| Part::floats(i.weight(), i, kind(i))).collect();
+        let parts: Vec<Part> = items.iter().map(|i| Part::floats(i.float_name(), i, kind(i))).collect();
         let kinds: Vec<FloatType> = items.iter().map(kind).collect();
         let mixed = kinds.iter().any(|k| *k != kinds[0]);
         let dtype = if mixed { FloatType::F32 } else { kinds[0] };
@@ -178,13 +185,13 @@ fn tensors<'a>(model: &Model<'a>, format: Format) -> Result<Tensors<'a>, Convert
         return Ok(Tensors { parts, rows, notes: vec![], quantization: None, dtype });
     }
     let gptq = |i: &Item| if matches!(format, Format::Gptq(_)) { gptq::obstacle(i) } else { awq::obstacle(i) };
-    let is_float = |i: &Item| matches!(i.view.scheme, Scheme::Float(_));
     let (mut quantized, mut floats, mut widened): (Vec<&Item>, Vec<&Item>, Vec<&Item>) = (vec![], vec![], vec![]);
     for item in items {
         // No tool reads packed embeddings; AWQ's read no packed head.
-        let table = item.role == Role::Embedding || item.role == Role::Head && format == Format::Awq;
+        let table =
+            matches!(item.role, Role::Embedding | Role::Table) || item.role == Role::Head && format == Format::Awq;
         match gptq(item) {
-            _ if is_float(item) => {
+            _ if item.float().is_some() => {
                 if item.role == Role::Linear {
                     floats.push(item);
                 }
@@ -230,14 +237,14 @@ fn tensors<'a>(model: &Model<'a>, format: Format) -> Result<Tensors<'a>, Convert
         let first = parts.len();
         match format {
             _ if !quantized.iter().any(|q| std::ptr::eq(*q, item)) => {
-                parts.push(Part::floats(item.weight(), item, exact(item)));
+                parts.push(Part::floats(item.float_name(), item, exact(item)));
             }
             Format::Gptq(format) => parts.extend(gptq::parts(item, format)),
             _ => parts.extend(awq::parts(item)),
         }
         let packed = parts.len() > first + 1;
         let name =
-            if packed { format!("{} {}", format.name(), item.view.scheme) } else { parts[first].dtype.name().into() };
+            if packed { format!("{} {}", format.name(), item.scheme()) } else { parts[first].dtype.name().into() };
         names.push((name, first..parts.len()));
     }
     let rows = rows(items.iter().zip(&names).map(|(i, (name, range))| (name.clone(), i, &parts[range.clone()])));
@@ -249,13 +256,14 @@ fn tensors<'a>(model: &Model<'a>, format: Format) -> Result<Tensors<'a>, Convert
 
 /// The float type that holds a tensor's numbers exactly.
 fn exact(item: &Item) -> FloatType {
-    if let Scheme::Float(kind) = item.view.scheme { kind } else { FloatType::F32 }
+    item.float().unwrap_or(FloatType::F32)
 }
 
 fn widened_note(item: &Item) -> String {
     format!(
         "tensor {} is {}, for which the format has no room: written as the f32 numbers it stands for",
-        item.module, item.view.scheme
+        item.module,
+        item.scheme()
     )
 }
 
@@ -275,7 +283,7 @@ fn rows<'p, 'a: 'p>(all: impl Iterator<Item = (String, &'p Item<'a>, &'p [Part<'
     for (scheme, item, parts) in all {
         let row = rows.entry(scheme.clone()).or_insert(Row { scheme, tensors: 0, weights: 0, bytes: 0 });
         row.tensors += 1;
-        row.weights += item.dims.iter().product::<u64>();
+        row.weights += item.dims.iter().product::<usize>() as u64;
         row.bytes += parts.iter().map(Part::bytes).sum::<u64>();
     }
     let mut rows: Vec<Row> = rows.into_values().collect();

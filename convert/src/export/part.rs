@@ -44,26 +44,23 @@ impl<'a> Part<'a> {
 
     /// The numbers of `item` as floats. One that `kind` cannot reach is an error.
     pub fn floats(name: String, item: &'a Item<'a>, kind: FloatType) -> Part<'a> {
-        let dims: Vec<usize> = item.dims.iter().map(|&d| d as usize).collect();
-        let row_bytes = item.view.k * kind.size();
-        let raw = item.view.scheme == Scheme::Float(kind) && !item.ordered();
-        Part::new(name.clone(), Dtype::Float(kind), &dims, row_bytes, move |row, out| {
-            if raw {
-                out.copy_from_slice(&item.view.codes[row * row_bytes..][..row_bytes]);
+        if item.transposed {
+            return Part::new(
+                name.clone(),
+                Dtype::Float(kind),
+                &[item.k, item.n],
+                item.n * kind.size(),
+                move |col, out| numbers(&name, kind, (0..item.n).map(|row| item.at(row, col)), out),
+            );
+        }
+        let row_bytes = item.k * kind.size();
+        let raw = item.whole().filter(|p| p.view.scheme == Scheme::Float(kind) && !p.ordered());
+        Part::new(name.clone(), Dtype::Float(kind), &item.dims, row_bytes, move |row, out| {
+            if let Some(piece) = raw {
+                out.copy_from_slice(&piece.view.codes[row * row_bytes..][..row_bytes]);
                 return Ok(());
             }
-            let mut bytes = Vec::with_capacity(row_bytes);
-            for col in 0..item.view.k {
-                let x = item.at(row, col);
-                kind.push(x, &mut bytes);
-                if x.is_finite() && !kind.read(&bytes, col).is_finite() {
-                    let expected = format!("numbers that {} can hold", kind.name());
-                    let got = format!("{x} at [{row}, {col}]; choose another --dtype");
-                    return Err(ConvertError::tensor(&name, "weights", expected, got));
-                }
-            }
-            out.copy_from_slice(&bytes);
-            Ok(())
+            numbers(&name, kind, (0..item.k).map(|col| item.at(row, col)), out)
         })
     }
 
@@ -95,6 +92,20 @@ impl<'a> Part<'a> {
         }
         Ok(())
     }
+}
+
+/// Writes numbers as `kind`, which must reach them.
+fn numbers(name: &str, kind: FloatType, all: impl Iterator<Item = f32>, out: &mut [u8]) -> Result<(), ConvertError> {
+    let mut bytes = Vec::with_capacity(out.len());
+    for (i, x) in all.enumerate() {
+        kind.push(x, &mut bytes);
+        if x.is_finite() && !kind.read(&bytes, i).is_finite() {
+            let expected = format!("numbers that {} can hold", kind.name());
+            return Err(ConvertError::tensor(name, "weights", expected, format!("{x}; choose another --dtype")));
+        }
+    }
+    out.copy_from_slice(&bytes);
+    Ok(())
 }
 
 /// A file that cannot be written.

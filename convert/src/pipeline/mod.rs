@@ -13,7 +13,7 @@ use quern_models::{
     FileWriter, FloatType, Meta, ModelFile, Scheme, TensorPlan,
     family::{self, FamilyPlan},
 };
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 pub(crate) use self::job::{Data, Job};
 use self::take::{Choice, Module};
@@ -178,6 +178,9 @@ impl<'a> Plan<'a> {
         put("tools", Some(self.tools.clone()).filter(|t| !t.is_empty()).map(Value::from));
         let made = self.jobs.iter().any(|j| matches!(j.data, Data::Rtn { .. }));
         put("quantizer", made.then(|| json!({ "name": "rtn", "scale": "signed max / lowest code" })));
+        let fewer = |j: &Job| j.codes().filter(|t| t.source_bits() != t.shape().bits).map(|t| t.source_bits());
+        let fewer = self.jobs.iter().filter_map(|j| Some((j.target.clone(), fewer(j)?.into())));
+        put("source_bits", Some(fewer.collect::<Map<_, _>>()).filter(|f| !f.is_empty()).map(Value::from));
         put("config", Some(unquantized(&checkpoint.config)).filter(Value::is_object));
         put("asked", Some(format!("{:?}", options.quant).to_lowercase().into()));
         all
