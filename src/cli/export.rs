@@ -18,7 +18,7 @@ use super::{
     after_help = "Codes, scales, zero-points and the order of columns are the file's own; what a format cannot hold \
 exactly is refused by name. The export is read back and compared with the file before it takes its name, so that \
 `quern convert` of it gives the same codes. gptq, awq and float write a folder that transformers loads; gguf writes one \
-file of architecture llama, with Q4_0, Q4_1, Q8_0 and float tensors."
+file of architecture llama, qwen2 or qwen3, with Q4_0, Q4_1, Q8_0 and float tensors."
 )]
 pub struct ExportArgs {
     /// A .qrn file

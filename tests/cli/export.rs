@@ -13,6 +13,7 @@ use crate::support::{
     Scratch, fixture,
     model::kept,
     program::{arg, quern},
+    skip,
 };
 
 /// Converts `source`, exports it with `flags`, converts the export; both files lie in the scratch folder.
@@ -68,6 +69,9 @@ fn gptq_and_awq_come_back_byte_for_byte() {
         ("llama-gptq-w4-g128-sym", ["--to", "gptq", "--format", "gptq"]),
         ("llama-gptq-w4-g64-asym", ["--to", "gptq", "--format", "gptq"]),
         ("llama-gptq_v2-w4-g64-sym", ["--to", "gptq", "--format", "gptq_v2"]),
+        ("llama-gptq-w2-g32-sym", ["--to", "gptq", "--format", "gptq"]),
+        ("llama-gptq-w3-g32-sym", ["--to", "gptq", "--format", "gptq"]),
+        ("llama-gptq_v2-w2-g64-asym", ["--to", "gptq", "--format", "gptq_v2"]),
         ("smollm2-gptq-2layer", ["--to", "gptq", "--format", "gptq"]),
         ("llama-awq-w4-g32-gemm", ["--to", "awq", "", ""]),
         ("llama-awq-w4-g64-gemm", ["--to", "awq", "", ""]),
@@ -96,6 +100,11 @@ fn integers_change_the_format_but_not_the_codes() {
     for (name, to) in [
         ("models/llama-gptq-w4-g64-sym", "gptq_v2"),
         ("models/llama-gptq-w4-g64-asym", "gptq_v2"),
+        ("models/llama-gptq-w3-g32-sym", "gptq_v2"),
+        ("models/llama-gptq_v2-w2-g64-asym", "gptq"),
+        ("models/llama-gptq_v2-w4-g32-asym-descact", "gptq"),
+        ("models/llama-awq-w4-g64-gemv_fast", "awq"),
+        ("models/llama-awq-w4-g64-gemv_fast", "gptq"),
         ("models/llama-gptq-w4-g64-asym", "awq"),
         ("models/llama-gptq-w4-g128-sym", "awq"),
         ("models/llama-awq-w4-g64-gemm", "gptq"),
@@ -103,6 +112,86 @@ fn integers_change_the_format_but_not_the_codes() {
         let scratch = Scratch::new("export-other");
         let flags: &[&str] = if to == "gptq_v2" { &["--to", "gptq", "--format", to] } else { &["--to", to] };
         let (file, again) = there_and_back(&scratch, &fixture(name), flags);
+        equal(&file, &again);
+    }
+}
+
+#[test]
+fn columns_come_back_in_the_order_of_the_source() {
+    for (name, format) in [("llama-gptq-w4-g32-sym-descact", "gptq"), ("llama-gptq_v2-w4-g32-asym-descact", "gptq_v2")]
+    {
+        let scratch = Scratch::new("export-order");
+        let source = fixture("models").join(name);
+        let (file, again) = there_and_back(&scratch, &source, &["--to", "gptq", "--format", format]);
+        equal(&file, &again);
+        assert!(file.tensor("layers.1.attn_order").is_some(), "{name} has no order");
+        // What gate and up make was put in the order that down needs; attention is as its maker wrote it.
+        let read = |dir: &Path| fs::read(dir.join("model.safetensors")).unwrap();
+        let (source, export) = (read(&source), read(&scratch.at("export")));
+        let (source, export) = (safetensors::parse(&source).unwrap(), safetensors::parse(&export).unwrap());
+        let attention: Vec<_> = source.keys().filter(|n| n.contains("self_attn")).collect();
+        assert_eq!(attention.len(), 2 * 4 * 4);
+        attention.iter().for_each(|n| assert!(source[*n].bytes == export[*n].bytes, "{n}"));
+        assert_eq!(json(&scratch.at("export/config.json"))["quantization_config"]["desc_act"], true);
+    }
+    // Floats are put back in order too, and formats that have none say so.
+    let scratch = Scratch::new("export-order-floats");
+    let (file, again) = there_and_back(&scratch, &fixture("models/llama-gptq-w4-g32-sym-descact"), &["--to", "float"]);
+    let (q, order) = (file.tensor("layers.0.q").unwrap(), file.tensor("layers.0.attn_order").unwrap());
+    let floats = again.tensor("layers.0.q").unwrap();
+    for (row, col) in (0..q.n).flat_map(|row| (0..q.k).map(move |col| (row, col))) {
+        assert_eq!(q.at(row, col), floats.at(row, order.order(col) as usize));
+    }
+    for to in ["awq", "gguf"] {
+        let ran = quern(&["export", arg(&scratch.at("model.qrn")), "--to", to, "--out", arg(&scratch.at("other"))]);
+        ran.fails(&["q_proj is int4 g32 sym", "order of columns (act-order)"]);
+    }
+}
+
+#[test]
+fn every_family_comes_back_as_it_was() {
+    for name in ["gpt2", "gpt_neo", "mistral", "qwen2", "qwen3", "smollm3"] {
+        let scratch = Scratch::new("export-family");
+        let source = fixture("models").join(name);
+        let (file, again) = there_and_back(&scratch, &source, &["--to", "float"]);
+        equal(&file, &again);
+        same_bytes(&source, &scratch.at("export"), 0);
+    }
+}
+
+#[test]
+fn integers_of_a_fused_module_come_back() {
+    let scratch = Scratch::new("export-fused");
+    let (file, out, again) = (scratch.at("model.qrn"), scratch.at("out"), scratch.at("again.qrn"));
+    let quant = ["--quant", "int4", "--group", "32", "--lm-head", "keep"];
+    quern(&[&["convert", arg(&fixture("models/gpt2")), "--out", arg(&file)], &quant[..]].concat()).ok();
+    quern(&["export", arg(&file), "--to", "gptq", "--out", arg(&out)]).ok();
+    let bytes = fs::read(out.join("model.safetensors")).unwrap();
+    let tensors = safetensors::parse(&bytes).unwrap();
+    let fused = &tensors["transformer.h.0.attn.c_attn.scales"];
+    assert_eq!(fused.shape[1] % 3, 0, "q, k and v in one: {:?}", fused.shape);
+    quern(&["convert", arg(&out), "--out", arg(&again)]).ok();
+    equal(&ModelFile::open(&file).unwrap(), &ModelFile::open(&again).unwrap());
+}
+
+#[test]
+fn handed_checkpoints_come_back() {
+    let Some(shared) = std::env::var_os("QUERN_SHARED") else {
+        return skip("handed_checkpoints_come_back", "QUERN_SHARED names the folder of handed fixtures");
+    };
+    let folder = Path::new(&shared).join("fixtures/tiny-quant");
+    let mut names: Vec<String> =
+        fs::read_dir(&folder).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    names.retain(|n| !n.contains("moe") && (n.contains("gptq") || n.contains("-awq-w4")));
+    names.sort();
+    assert!(names.len() > 15, "{names:?}");
+    for name in names {
+        let scratch = Scratch::new("export-handed");
+        let flags: &[&str] = match name.contains("awq") {
+            true => &["--to", "awq"],
+            false => &["--to", "gptq", "--format", if name.contains("_v2") { "gptq_v2" } else { "gptq" }],
+        };
+        let (file, again) = there_and_back(&scratch, &folder.join(&name), flags);
         equal(&file, &again);
     }
 }
@@ -177,6 +266,8 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
     refused("gguf/llama-q8_0/model.gguf", &[], &["--to", "awq"], &["q_proj is int8 g32 sym", "AWQ has 4 bits"]);
     refused("models/llama", &[], &["--to", "gptq"], &["no tensor that --to gptq could pack", "--quant int4"]);
     refused("models/llama3-rope", &[], &["--to", "gguf"], &["llama3", "original context 64", "--to float"]);
+    refused("models/mistral", &[], &["--to", "gguf"], &["architecture llama, which has no window", "--to float"]);
+    refused("models/gpt2", &[], &["--to", "gguf"], &["which has rope", "--to float"]);
     let asym = ["model.layers.0.self_attn.q_proj is int4 g64 zero", "no f16 number", "--to gptq or --to float"];
     refused("models/llama-gptq-w4-g64-asym", &[], &["--to", "gguf"], &asym);
     // The down projection has 96 columns, which 64 does not divide: its groups are 32.

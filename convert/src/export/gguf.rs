@@ -2,7 +2,8 @@
 //!
 //! Symmetric 4-bit integers become Q4_0 and 8-bit ones Q8_0 (a group of more than 32 columns repeats
 //! its scale), minima become Q4_1, and so do 4-bit zero-points where `-scale * zero` is an f16
-//! number. Rows of q and k are permuted as llama.cpp has them for architecture `llama`.
+//! number. Rows of q and k are permuted as llama.cpp has them for architecture
+//! `llama`; `qwen2` and `qwen3` have them in order.
 
 use std::{
     fs::{self, File},
@@ -46,15 +47,15 @@ pub fn export(
     if out.symlink_metadata().is_ok() && !force {
         return Err(ConvertError::Exists { path: out.into() });
     }
-    let layer = architecture(model)?;
+    let arch = architecture(model)?;
     let mut meta = Metadata::default();
-    about(model, layer, &mut meta);
+    about(model, arch, &mut meta);
     gguf_tokenizer::write(model, &mut meta)?;
     let mut parts = vec![];
     for item in model.items {
-        parts.push(threads.run(|| tensor(item, layer))?);
+        parts.push(threads.run(|| tensor(item, arch))?);
     }
-    if let Some(factors) = rope_factors(layer)? {
+    if let Some(factors) = rope_factors(arch.layer)? {
         let name = "rope_freqs.weight".to_string();
         let kind = FloatType::F32;
         parts.push(Part::new(name, Dtype::Float(kind), &[factors.len()], factors.len() * 4, move |_, out| {
@@ -114,46 +115,55 @@ impl Drop for Temp {
     }
 }
 
-/// The layer that all layers are like, if the model is one that architecture `llama` describes.
-fn architecture<'a>(model: &Model<'a>) -> Result<&'a Layer, ConvertError> {
+/// An architecture of llama.cpp, and the layer that all layers of the model are like.
+#[derive(Clone, Copy)]
+struct Arch<'a> {
+    name: &'static str,
+    layer: &'a Layer,
+}
+
+/// The architecture that computes what the spec says.
+fn architecture<'a>(model: &Model<'a>) -> Result<Arch<'a>, ConvertError> {
     let spec = model.file.spec();
-    let refuse = |what: String| {
-        let next = "export it with --to float and use llama.cpp's own converter";
-        Err(ConvertError::unsupported(format!("--to gguf writes architecture llama, which has {what}"), next))
-    };
-    let kind = model.config.get("model_type").and_then(|v| v.as_str()).unwrap_or_default();
-    if !["llama", "mistral"].contains(&kind) {
-        return refuse(format!("no room for a {kind} model"));
-    }
     let layer = &spec.layers[0];
-    if let Some(i) = spec.layers.iter().position(|l| l != layer) {
-        return refuse(format!("equal layers: layer {i} differs from the first"));
-    }
     let Attn::Gqa { head_dim, scale, ref rope, window, ref qk_norm, qkv_bias, o_bias, .. } = layer.attn;
-    let usual = 1.0 / (head_dim as f32).sqrt();
+    let name = match (qkv_bias, qk_norm.is_some()) {
+        (true, false) => "qwen2",
+        (false, true) => "qwen3",
+        _ => "llama",
+    };
+    let refuse = |what: String| {
+        let what = format!("{} as a GGUF of architecture {name}, which has {what}", model.path.display());
+        Err(ConvertError::unsupported(what, "export it with --to float and use llama.cpp's own converter"))
+    };
+    if let Some(i) = spec.layers.iter().position(|l| l != layer) {
+        return refuse(format!("equal layers, and layer {i} differs from the first"));
+    }
+    let gated = matches!(layer.mlp, Mlp::Gated { act: Act::Silu, bias: false, .. });
+    let norms = [&layer.attn_norm, &layer.mlp_norm].into_iter().chain(qk_norm);
     let checks = [
         (rope.is_some(), "rope"),
         (window.is_none(), "no window"),
-        (qk_norm.is_none(), "no norms of q and k"),
-        (!qkv_bias && !o_bias, "no biases"),
-        (scale == usual, "the usual scale of attention"),
+        (qkv_bias == (name == "qwen2") && !o_bias, "no such biases"),
+        (qk_norm.is_some() == (name == "qwen3"), "no norms of q and k"),
+        (scale == 1.0 / (head_dim as f32).sqrt(), "the usual scale of attention"),
         (spec.positions.is_none(), "no learned positions"),
-        (matches!(layer.mlp, Mlp::Gated { act: Act::Silu, bias: false, .. }), "a gated MLP with silu, without biases"),
-        (spec.layers.iter().all(|l| !l.attn_norm.biased() && !l.mlp_norm.biased()), "norms without biases"),
-        (spec.norm == layer.attn_norm && spec.norm == layer.mlp_norm, "one eps for all norms"),
+        (gated, "a gated MLP with silu, without biases"),
+        (!spec.norm.biased(), "norms without biases"),
+        (norms.into_iter().all(|n| *n == spec.norm), "one eps for all norms"),
     ];
     match checks.iter().find(|c| !c.0) {
-        None => Ok(layer),
+        None => Ok(Arch { name, layer }),
         Some((_, what)) => refuse(what.to_string()),
     }
 }
 
 /// What the model is, as llama.cpp's loader asks for it.
-fn about(model: &Model, layer: &Layer, meta: &mut Metadata) {
+fn about(model: &Model, arch: Arch, meta: &mut Metadata) {
     let spec = model.file.spec();
-    let Attn::Gqa { heads, kv_heads, head_dim, ref rope, .. } = layer.attn;
+    let Attn::Gqa { heads, kv_heads, head_dim, ref rope, .. } = arch.layer.attn;
     let provenance = |key: &str| model.file.provenance().get(key).and_then(|v| v.as_str()).map(String::from);
-    meta.text("general.architecture", "llama");
+    meta.text("general.architecture", arch.name);
     let name = provenance("model").or(provenance("source")).unwrap_or_default();
     meta.text("general.name", name.trim_end_matches(".gguf"));
     if let Some(licence) = provenance("licence") {
@@ -164,7 +174,7 @@ fn about(model: &Model, layer: &Layer, meta: &mut Metadata) {
         ("block_count", spec.layers.len()),
         ("context_length", spec.max_context),
         ("embedding_length", spec.hidden),
-        ("feed_forward_length", layer.mlp.inner()),
+        ("feed_forward_length", arch.layer.mlp.inner()),
         ("attention.head_count", heads),
         ("attention.head_count_kv", kv_heads),
         ("attention.key_length", head_dim),
@@ -172,14 +182,15 @@ fn about(model: &Model, layer: &Layer, meta: &mut Metadata) {
         ("rope.dimension_count", head_dim),
         ("vocab_size", spec.vocab),
     ] {
-        meta.u32(&format!("llama.{key}"), value as u32);
+        meta.u32(&format!("{}.{key}", arch.name), value as u32);
     }
-    meta.f32("llama.attention.layer_norm_rms_epsilon", spec.norm.eps());
+    let key = |key: &str| format!("{}.{key}", arch.name);
+    meta.f32(&key("attention.layer_norm_rms_epsilon"), spec.norm.eps());
     if let Some(Rope { theta, scaling }) = rope {
-        meta.f32("llama.rope.freq_base", *theta);
+        meta.f32(&key("rope.freq_base"), *theta);
         if let RopeScaling::Linear { factor } = scaling {
-            meta.text("llama.rope.scaling.type", "linear");
-            meta.f32("llama.rope.scaling.factor", *factor);
+            meta.text(&key("rope.scaling.type"), "linear");
+            meta.f32(&key("rope.scaling.factor"), *factor);
         }
     }
 }
@@ -225,12 +236,12 @@ fn rope_factors(layer: &Layer) -> Result<Option<Vec<f32>>, ConvertError> {
 }
 
 /// One tensor under llama.cpp's name, in its order of rows.
-fn tensor<'a>(item: &'a Item<'a>, layer: &Layer) -> Result<Part<'a>, ConvertError> {
+fn tensor<'a>(item: &'a Item<'a>, arch: Arch) -> Result<Part<'a>, ConvertError> {
     let Some((name, target)) = item.whole().and_then(|p| Some((name(&p.target)?, &p.target))) else {
-        return Err(gptq::refuse(item, "architecture llama has no such tensor", "export it with --to float"));
+        return Err(gptq::refuse(item, "the architecture has no such tensor", "export it with --to float"));
     };
-    let Attn::Gqa { head_dim, .. } = layer.attn;
-    let permuted = item.role == Role::Linear && (target.ends_with(".q") || target.ends_with(".k"));
+    let Attn::Gqa { head_dim, .. } = arch.layer.attn;
+    let permuted = arch.name == "llama" && (target.ends_with(".q") || target.ends_with(".k"));
     let rows = if permuted { Rows::Interleaved { head_dim } } else { Rows::InOrder };
     // Row of the item that each stored row holds.
     let mut row_of = vec![0; item.n];
@@ -238,7 +249,7 @@ fn tensor<'a>(item: &'a Item<'a>, layer: &Layer) -> Result<Part<'a>, ConvertErro
     let place = move |stored: usize| row_of[stored];
 
     if item.role == Role::Vector {
-        // llama.cpp computes with norms as f32.
+        // llama.cpp computes with norms and biases as f32.
         return Ok(Part::floats(name, item, FloatType::F32));
     }
     if let Some(kind) = item.float() {
@@ -333,6 +344,11 @@ fn name(target: &str) -> Option<String> {
                 "gate" => "ffn_gate",
                 "up" => "ffn_up",
                 "down" => "ffn_down",
+                "q_norm" => "attn_q_norm",
+                "k_norm" => "attn_k_norm",
+                "q_bias" => return Some(format!("blk.{layer}.attn_q.bias")),
+                "k_bias" => return Some(format!("blk.{layer}.attn_k.bias")),
+                "v_bias" => return Some(format!("blk.{layer}.attn_v.bias")),
                 _ => return None,
             };
             return Some(format!("blk.{layer}.{theirs}.weight"));
