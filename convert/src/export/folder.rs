@@ -82,7 +82,11 @@ impl Folder {
             true => Some(beside(&self.out, "old", |path| fs::rename(&self.out, path))?),
             false => None,
         };
-        fs::rename(&self.temp, &self.out).map_err(|e| failed(&self.out, e))?;
+        if let Err(e) = fs::rename(&self.temp, &self.out) {
+            // Back to how it was; if that fails too, the old folder lies beside.
+            old.iter().for_each(|old| drop(fs::rename(old, &self.out)));
+            return Err(failed(&self.out, e));
+        }
         self.done = true;
         match old {
             Some(old) => fs::remove_dir_all(&old).map_err(|e| failed(&old, e)),

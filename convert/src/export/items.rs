@@ -96,13 +96,12 @@ pub fn items<'a>(file: &'a ModelFile, family: &FamilyPlan) -> Result<Vec<Item<'a
         };
         let info = &file.tensors()[index];
         used.insert(info.name.as_str());
-        let piece = Piece {
-            target: rule.target.clone(),
-            view: file.view(index),
-            source_bits: source_bits(file, &rule.target),
-            first: 0,
-            place: order_of(&rule.target).and_then(|name| orders.get(name.as_str())).cloned(),
-        };
+        let (view, target) = (file.view(index), rule.target.clone());
+        let place = order_of(&target).and_then(|name| orders.get(name.as_str())).cloned();
+        if let Some(place) = place.as_ref().filter(|p| p.len() != view.k) {
+            return Err(ConvertError::tensor(&target, "columns", format!("{}, as its order has", place.len()), view.k));
+        }
+        let piece = Piece { source_bits: source_bits(file, &target), target, view, first: 0, place };
         let (role, part) = match rule.kind {
             RuleKind::Linear { .. } => (Role::Linear, "weight"),
             RuleKind::Embedding { .. } => (Role::Embedding, "weight"),
@@ -111,14 +110,18 @@ pub fn items<'a>(file: &'a ModelFile, family: &FamilyPlan) -> Result<Vec<Item<'a
             RuleKind::Vector { .. } => (Role::Vector, "weight"),
             RuleKind::Bias { .. } => (Role::Vector, "bias"),
         };
+        let dims: Vec<usize> = info.dims.iter().map(|&d| d as usize).collect();
         // Rows of a module that holds several of our tensors follow each other.
         if rule.take.part.is_some()
             && let Some(item) = items.iter_mut().find(|i| i.module == rule.source && i.part == part)
         {
+            if item.dims.len() != dims.len() || dims.len() == 2 && item.k != piece.view.k {
+                let (expected, got) = (format!("that of {}", item.pieces[0].target), format!("{dims:?}"));
+                return Err(ConvertError::tensor(&piece.target, "shape", expected, got));
+            }
             item.push(piece);
             continue;
         }
-        let dims: Vec<usize> = info.dims.iter().map(|&d| d as usize).collect();
         items.push(Item {
             module: rule.source.clone(),
             part,
