@@ -3,6 +3,7 @@
 mod bench;
 mod convert;
 mod eval;
+mod export;
 mod info;
 mod run;
 
@@ -24,9 +25,17 @@ fn converted(name: &str) -> (Scratch, PathBuf) {
 
 #[test]
 fn help_and_version_are_not_errors() {
-    quern(&["--help"]).ok().prints(&["convert", "run", "bench", "eval", "info", "0 done, 1 failed, 2 wrong usage"]);
+    quern(&["--help"]).ok().prints(&[
+        "convert",
+        "export",
+        "run",
+        "bench",
+        "eval",
+        "info",
+        "0 done, 1 failed, 2 wrong usage",
+    ]);
     quern(&["--version"]).ok().prints(&[env!("CARGO_PKG_VERSION")]);
-    for name in ["convert", "run", "bench", "eval", "info"] {
+    for name in ["convert", "export", "run", "bench", "eval", "info"] {
         quern(&[name, "--help"]).ok().prints(&["Usage: quern", name]);
     }
 }
@@ -35,7 +44,7 @@ fn help_and_version_are_not_errors() {
 fn wrong_usage_is_status_2() {
     quern::<&str>(&[]).misused(&["Usage"]);
     quern(&["fly"]).misused(&["fly"]);
-    for name in ["convert", "run", "bench", "eval", "info"] {
+    for name in ["convert", "export", "run", "bench", "eval", "info"] {
         quern(&[name]).misused(&["required", "Usage"]);
         quern(&[name, "x", "--colour"]).misused(&["--colour"]);
     }
@@ -53,6 +62,7 @@ fn files_that_are_no_models_are_refused_by_every_command() {
         let list = |args: &[&str]| args.iter().map(|a| a.replace("FILE", &file)).collect::<Vec<_>>();
         [
             list(&["info", "FILE"]),
+            list(&["export", "FILE", "--to", "float", "--out", arg(&logits)]),
             list(&["run", "FILE", "-p", "x"]),
             list(&["eval", "FILE", "--ids", "1", "--logits", arg(&logits)]),
             list(&["bench", "FILE"]),

@@ -101,6 +101,28 @@ pub enum ConvertError {
         /// Value in the file.
         got: String,
     },
+    /// The export differs from the file it was made from: a bug of ours or a fault of the machine.
+    #[error(
+        "verification failed: tensor {tensor}, {what}: the file has {expected}, its export {got}; the export was removed"
+    )]
+    Exported {
+        /// Tensor concerned, by our name.
+        tensor: String,
+        /// Element concerned.
+        what: String,
+        /// Value in the file.
+        expected: String,
+        /// Value in the export.
+        got: String,
+    },
+    /// The file to export cannot be used.
+    #[error("{path}: {source}")]
+    Qrn {
+        /// File concerned.
+        path: PathBuf,
+        /// What its reader found.
+        source: FormatError,
+    },
     /// The output would take the place of a file of the source.
     #[error("{path} is part of the source, which must stay as it is; choose another name with --out")]
     OwnSource {

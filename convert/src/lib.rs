@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+pub mod export;
 pub mod import;
 mod options;
 mod pack;
@@ -17,6 +18,7 @@ pub mod tokenizer;
 mod verify;
 
 pub use error::{ConvertError, Malformed};
+pub use export::{ExportOptions, Format, GptqFormat, export};
 pub use options::{Options, Phase, Progress, Quant, Report, Row, Step, Verified, grouped};
 pub use pack::pack;
 pub use pipeline::convert;

@@ -92,11 +92,7 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
         lm_head: args.lm_head.map(Quant::from),
         force: args.force,
     };
-    let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [SIGHUP, SIGINT, SIGTERM] {
-        signal_hook::flag::register(signal, interrupted.clone()).map_err(|e| format!("signal handler: {e}"))?;
-    }
-    let mut line = Line::new(interrupted);
+    let mut line = Line::new()?;
     let result = convert(&args.source, &out, &options, &mut line);
     line.clear();
     let report = result?;
@@ -131,7 +127,7 @@ fn name(source: &Path) -> String {
 }
 
 /// The closing table, one row per scheme.
-fn closing(report: &Report) -> String {
+pub(super) fn closing(report: &Report) -> String {
     let row = |scheme: &str, tensors: usize, weights: u64, bytes: u64| {
         // Orders of columns are no weights.
         let bits = if weights == 0 { String::new() } else { format!("{:.2}", bytes as f64 * 8.0 / weights as f64) };
@@ -149,7 +145,7 @@ fn closing(report: &Report) -> String {
 }
 
 /// One line on a terminal, rewritten in place; nothing elsewhere but the notes.
-struct Line {
+pub(super) struct Line {
     /// Set by Ctrl-C, SIGTERM and a terminal that went away.
     interrupted: Arc<AtomicBool>,
     terminal: bool,
@@ -158,11 +154,16 @@ struct Line {
 }
 
 impl Line {
-    fn new(interrupted: Arc<AtomicBool>) -> Line {
-        Line { interrupted, terminal: stderr().is_terminal(), phase: None, drawn: None }
+    /// Says so to the work when a signal asks the program to end.
+    pub(super) fn new() -> Result<Line, Box<dyn Error>> {
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in [SIGHUP, SIGINT, SIGTERM] {
+            signal_hook::flag::register(signal, interrupted.clone()).map_err(|e| format!("signal handler: {e}"))?;
+        }
+        Ok(Line { interrupted, terminal: stderr().is_terminal(), phase: None, drawn: None })
     }
 
-    fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         if self.drawn.take().is_some() {
             // A progress line that cannot be written is not worth failing for.
             let _ = write!(stderr(), "\r\x1b[K");

@@ -135,6 +135,9 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
     )?;
     writeln!(s, "template     {}", text(file.chat_template().is_some(), "chat".into()))?;
     writeln!(s, "defaults     {}", serde_json::to_string(file.generation()).unwrap_or_default())?;
-    writeln!(s, "from         {}", file.provenance())?;
+    let mut from = file.provenance().clone();
+    // What an export needs is long; --json has it.
+    ["config", "source_bits"].iter().for_each(|key| drop(from.as_object_mut().and_then(|map| map.shift_remove(*key))));
+    writeln!(s, "from         {from}")?;
     Ok(s)
 }

@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod convert;
 pub mod eval;
+pub mod export;
 pub mod info;
 pub mod run;
 
@@ -31,6 +32,8 @@ pub struct Cli {
 enum Command {
     /// Turn a checkpoint (GPTQ, AWQ, float, GGUF) into a .qrn file
     Convert(convert::ConvertArgs),
+    /// Turn a .qrn file into a checkpoint for other programs (GPTQ, AWQ, float, GGUF)
+    Export(export::ExportArgs),
     /// Answer a prompt, chat, or answer a file of prompts
     Run(run::RunArgs),
     /// Measure speed: prompts, generation, depth, batches
@@ -90,6 +93,7 @@ pub enum Format {
 pub fn main(cli: Cli) -> Result<(), Box<dyn Error>> {
     match cli.command {
         Command::Convert(args) => convert::main(args),
+        Command::Export(args) => export::main(args),
         Command::Run(args) => run::main(args).map_err(Into::into),
         Command::Bench(args) => bench::main(args),
         Command::Eval(args) => eval::main(args),

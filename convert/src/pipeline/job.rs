@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// One tensor of the output.
-pub(super) struct Job<'a> {
+pub(crate) struct Job<'a> {
     /// Our name.
     pub target: String,
     /// The source's name, for messages.
@@ -35,7 +35,7 @@ pub(super) struct Job<'a> {
 }
 
 /// Where a tensor's numbers come from.
-pub(super) enum Data<'a> {
+pub(crate) enum Data<'a> {
     /// A GPTQ tensor whose zero-points are still to be understood; then it is one of codes.
     Gptq(Gptq<'a>),
     /// A tensor of codes.

@@ -13,12 +13,10 @@ use quern_models::{
     FileWriter, FloatType, Meta, ModelFile, TensorPlan,
     family::{self, FamilyPlan},
 };
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use self::{
-    job::{Data, Job},
-    take::{Choice, Module},
-};
+pub(crate) use self::job::{Data, Job};
+use self::take::{Choice, Module};
 use crate::{
     ConvertError, Options, Phase, Progress, Quant, Report, Row, Step, Verified,
     import::{compressed, config::Hint, refused},
@@ -93,21 +91,21 @@ pub fn convert(
 }
 
 /// An error if the caller wants to stop; dropping the writer then removes the temporary file.
-fn go_on(progress: &dyn Progress) -> Result<(), ConvertError> {
+pub(crate) fn go_on(progress: &dyn Progress) -> Result<(), ConvertError> {
     if progress.cancelled() { Err(ConvertError::Interrupted) } else { Ok(()) }
 }
 
 /// Everything decided before the first byte is written.
-struct Plan<'a> {
-    family: FamilyPlan,
-    jobs: Vec<Job<'a>>,
+pub(crate) struct Plan<'a> {
+    pub family: FamilyPlan,
+    pub jobs: Vec<Job<'a>>,
     method: &'static str,
     tools: Vec<String>,
     notes: Vec<String>,
 }
 
 impl<'a> Plan<'a> {
-    fn new(checkpoint: &Checkpoint<'a>, options: &Options) -> Result<Plan<'a>, ConvertError> {
+    pub fn new(checkpoint: &Checkpoint<'a>, options: &Options) -> Result<Plan<'a>, ConvertError> {
         let hint = match &checkpoint.quant_config {
             Some((file, config)) => Hint::new(file, config)?,
             None => Hint::default(),
@@ -180,13 +178,27 @@ impl<'a> Plan<'a> {
         put("tools", Some(self.tools.clone()).filter(|t| !t.is_empty()).map(Value::from));
         let made = self.jobs.iter().any(|j| matches!(j.data, Data::Rtn { .. }));
         put("quantizer", made.then(|| json!({ "name": "rtn", "scale": "signed max / lowest code" })));
+        let fewer = |j: &Job| j.codes().filter(|t| t.source_bits() != t.shape().bits).map(|t| t.source_bits());
+        let fewer = self.jobs.iter().filter_map(|j| Some((j.target.clone(), fewer(j)?.into())));
+        put("source_bits", Some(fewer.collect::<Map<_, _>>()).filter(|f| !f.is_empty()).map(Value::from));
+        put("config", Some(unquantized(&checkpoint.config)).filter(Value::is_object));
         put("asked", Some(format!("{:?}", options.quant).to_lowercase().into()));
         all
     }
 }
 
+/// The config that an export builds on: all but what says how the tensors were packed.
+fn unquantized(config: &Value) -> Value {
+    let mut config = config.clone();
+    if let Some(map) = config.as_object_mut() {
+        map.shift_remove("quantization_config");
+        map.values_mut().filter_map(Value::as_object_mut).for_each(|m| drop(m.shift_remove("quantization_config")));
+    }
+    config
+}
+
 /// Counts tensors and bytes of one pass.
-struct Pass {
+pub(crate) struct Pass {
     phase: Phase,
     tensors: usize,
     tensors_done: usize,
@@ -195,11 +207,11 @@ struct Pass {
 }
 
 impl Pass {
-    fn new(jobs: &[Job], phase: Phase) -> Pass {
+    pub fn new(jobs: &[Job], phase: Phase) -> Pass {
         Pass { phase, tensors: jobs.len(), tensors_done: 0, bytes: jobs.iter().map(Job::bytes).sum(), bytes_done: 0 }
     }
 
-    fn done(&mut self, job: &Job, progress: &mut dyn Progress) {
+    pub fn done(&mut self, job: &Job, progress: &mut dyn Progress) {
         self.tensors_done += 1;
         self.bytes_done += job.bytes();
         progress.step(&Step {
