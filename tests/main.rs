@@ -12,5 +12,5 @@ mod parity;
 mod real;
 mod sources;
 mod support;
-mod tokenizers;
 mod supported;
+mod tokenizers;
