@@ -6,10 +6,10 @@
 //! Exact-mode logits must be those of a twin that holds the same numbers as plain f32.
 //! `QUERN_UPDATE=1` writes the table instead of comparing it.
 
-use std::{env, fs, path::Path};
+use std::{collections::BTreeMap, env, fs, path::Path};
 
-use quern_convert::{Options, convert};
-use quern_models::{FloatType, ModelFile, Scheme};
+use quern_convert::{Options, convert, source::gguf};
+use quern_models::{FloatType, ModelFile, Scheme, TensorInfo, ZeroKind};
 
 use crate::support::{
     Scratch,
@@ -73,11 +73,11 @@ fn the_readme_says_what_is_read() {
         FAMILIES.map(column).map(|t| t.join().unwrap())
     });
     for (row, (name, _)) in ROWS.iter().enumerate() {
-        let cells: Vec<&str> = columns.iter().map(|c| c[row].as_str()).collect();
-        table += &format!("| {name} | {} |\n", cells.join(" | "));
+        let cells: Vec<String> = columns.iter().map(|c| c[row].clone()).collect();
+        table += &line(name, &cells);
     }
     for (name, cells) in gguf() {
-        table += &format!("| {name} | {} |\n", cells.join(" | "));
+        table += &line(&name, &cells);
     }
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md");
     let readme = fs::read_to_string(&path).unwrap();
@@ -131,41 +131,89 @@ fn cell(folder: &str, format: Format, conv1d: bool) -> String {
     sized(bits, stored)
 }
 
+/// What a cell says, and by what the file grows.
 fn sized(bits: f64, stored: f64) -> String {
-    if stored <= bits * 1.1 { "exact".into() } else { format!("widened {bits:.2} to {stored:.2}") }
+    if stored <= bits * 1.1 { "exact".into() } else { format!("widened {bits:.1} to {stored:.1} bits") }
+}
+
+/// A row; what its cells say of their size goes into its name, for it is the same everywhere.
+fn line(name: &str, cells: &[String]) -> String {
+    let growth = cells.iter().find_map(|c| c.strip_prefix("widened "));
+    let name = growth.map_or(name.to_string(), |g| format!("{name} ({g})"));
+    let short: Vec<&str> = cells.iter().map(|c| c.split(' ').next().unwrap_or_default()).collect();
+    format!("| {name} | {} |\n", short.join(" | "))
 }
 
 /// Bits per weight of the linear layers of the decoder layers, padding not counted.
 fn bits_per_weight(file: &ModelFile) -> f64 {
-    let (mut weights, mut bits) = (0u64, 0f64);
-    for t in file.tensors().iter().filter(|t| t.name.starts_with("layers.") && t.dims.len() == 2) {
-        let (n, k) = t.shape();
-        weights += n * k;
-        let of_group = |group: u32, bits: u32| bits as f64 * (k as f64 / group as f64).ceil() * n as f64;
-        bits += match t.scheme {
-            Scheme::Float(kind) => (n * k) as f64 * 8.0 * kind.size() as f64,
-            Scheme::Order => 0.0,
-            Scheme::Int { bits, group, zero, scale } => {
-                let zero = match zero {
-                    quern_models::ZeroKind::Mid => 0,
-                    quern_models::ZeroKind::Code => bits as u32,
-                    quern_models::ZeroKind::Min => 8 * scale.size() as u32,
-                };
-                (n * k) as f64 * bits as f64 + of_group(group, 8 * scale.size() as u32 + zero)
-            }
-            Scheme::Nested { bits, group, zero } => {
-                let levels = if zero == quern_models::ZeroKind::Min { 2 } else { 1 };
-                (n * k) as f64 * bits as f64 + of_group(group, 8 * levels) + of_group(256, 16 * levels)
-            }
-            Scheme::Mini { kind, group, scale } => {
-                (n * k) as f64 * kind.bits() as f64 + of_group(group, 8 * scale.size() as u32)
-            }
-        };
+    let linear = |t: &&TensorInfo| t.name.starts_with("layers.") && t.dims.len() == 2;
+    let (mut weights, mut bits) = (0.0, 0.0);
+    for t in file.tensors().iter().filter(linear) {
+        weights += (t.shape().0 * t.shape().1) as f64;
+        bits += bits_of(t);
     }
-    bits / weights as f64
+    bits / weights
 }
 
-/// Rows of the GGUF fixtures, whose goldens `tests/parity.rs` compares.
+/// Bits of a tensor without what pads it.
+fn bits_of(t: &TensorInfo) -> f64 {
+    let (n, k) = t.shape();
+    let weights = (n * k) as f64;
+    let per_group = |group: u32, bits: usize| bits as f64 * (k as f64 / group as f64).ceil() * n as f64;
+    match t.scheme {
+        Scheme::Float(kind) => weights * 8.0 * kind.size() as f64,
+        Scheme::Order => 0.0,
+        Scheme::Int { bits, group, zero, scale } => {
+            let zero = match zero {
+                ZeroKind::Mid => 0,
+                ZeroKind::Code => bits as usize,
+                ZeroKind::Min => 8 * scale.size(),
+            };
+            weights * bits as f64 + per_group(group, 8 * scale.size() + zero)
+        }
+        Scheme::Nested { bits, group, zero } => {
+            let levels = if zero == ZeroKind::Min { 2 } else { 1 };
+            weights * bits as f64 + per_group(group, 8 * levels) + per_group(256, 16 * levels)
+        }
+        Scheme::Mini { kind, group, scale } => weights * kind.bits() as f64 + per_group(group, 8 * scale.size()),
+    }
+}
+
+/// Rows of the GGUF fixtures, whose goldens `tests/parity.rs` compares: a cell for every type that one has.
 fn gguf() -> Vec<(String, Vec<String>)> {
-    vec![]
+    const OURS: [(&str, &str); 8] = [
+        ("attn_q", "q"),
+        ("attn_qkv", "q"),
+        ("attn_k", "k"),
+        ("attn_v", "v"),
+        ("attn_output", "o"),
+        ("ffn_gate", "gate"),
+        ("ffn_up", "up"),
+        ("ffn_down", "down"),
+    ];
+    let mut rows: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for entry in fs::read_dir(fixture("gguf")).unwrap() {
+        let dir = entry.unwrap().path();
+        let scratch = Scratch::new("supported-gguf");
+        let (_, file) = kept(&dir, &scratch);
+        let family = FAMILIES.iter().position(|f| f.0 == file.spec().family).unwrap();
+        for part in fs::read_dir(&dir).unwrap().map(|e| e.unwrap().path()) {
+            if part.extension().is_none_or(|e| e != "gguf") {
+                continue;
+            }
+            let bytes = fs::read(&part).unwrap();
+            for t in &gguf::parse(&bytes).unwrap().tensors {
+                let Some((layer, name)) = t.name.strip_prefix("blk.").and_then(|n| n.split_once('.')) else { continue };
+                let module = name.strip_suffix(".weight").and_then(|n| OURS.iter().find(|o| o.0 == n));
+                let Some((_, ours)) = module else { continue };
+                let info = &file.tensors()[file.index(&format!("layers.{layer}.{ours}")).unwrap()];
+                let weights: u64 = t.shape.iter().product();
+                let (n, k) = info.shape();
+                let bits = (t.bytes.len() * 8) as f64 / weights as f64;
+                let row = rows.entry(format!("GGUF {}", t.dtype.name())).or_insert(vec![String::new(); FAMILIES.len()]);
+                row[family] = sized(bits, bits_of(info) / (n * k) as f64);
+            }
+        }
+    }
+    rows.into_iter().collect()
 }

@@ -35,8 +35,11 @@ pub enum Format {
     Mxfp4,
 }
 
-/// Columns of a group, and rows and columns of an fp8 block.
+/// Columns of a group.
 const GROUP: usize = 32;
+
+/// Rows and columns of an fp8 block.
+const BLOCK: usize = 128;
 
 /// A float matrix `[n, k]` of a linear layer.
 struct Linear {
@@ -246,8 +249,8 @@ fn pack(format: Format, module: &str, l: &Linear) -> (Vec<(&'static str, Stored)
             )
         }
         Format::Fp8Block => {
-            let (codes, scales, rounded) = fp8(l, FloatType::F32, GROUP, GROUP);
-            let shape = [n.div_ceil(GROUP), k.div_ceil(GROUP)];
+            let (codes, scales, rounded) = fp8(l, FloatType::F32, BLOCK, BLOCK);
+            let shape = [n.div_ceil(BLOCK), k.div_ceil(BLOCK)];
             (
                 vec![
                     ("weight", ("F8_E4M3", vec![n, k], codes)),
@@ -412,7 +415,7 @@ fn quantization(format: Format) -> Value {
             json!({"num_bits": 8, "type": "float", "symmetric": true, "strategy": "token", "dynamic": true}),
         ),
         Format::Fp8Block => json!({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-            "weight_block_size": [GROUP, GROUP]}),
+            "weight_block_size": [BLOCK, BLOCK]}),
         Format::Mxfp4 => compressed(
             "mxfp4-pack-quantized",
             json!({"num_bits": 4, "type": "float", "symmetric": true, "strategy": "group", "group_size": GROUP,
