@@ -233,6 +233,22 @@ fn gguf_comes_back() {
 }
 
 #[test]
+fn other_architectures_of_gguf_come_back() {
+    for name in ["qwen2", "qwen3"] {
+        let scratch = Scratch::new("export-arch");
+        let (file, again) = there_and_back(&scratch, &fixture("models").join(name), &["--to", "gguf"]);
+        assert_eq!(file.spec().family, name);
+        assert_eq!(file.spec(), again.spec());
+        for info in file.tensors() {
+            let (a, b) = (file.tensor(&info.name).unwrap(), again.tensor(&info.name).unwrap());
+            for (row, col) in (0..a.n).flat_map(|row| (0..a.k).map(move |col| (row, col))) {
+                assert_eq!(a.at(row, col), b.at(row, col), "{name}: {} [{row}, {col}]", info.name);
+            }
+        }
+    }
+}
+
+#[test]
 fn larger_groups_become_blocks_of_gguf() {
     let scratch = Scratch::new("export-blocks");
     let (file, again) = there_and_back(&scratch, &fixture("models/smollm2-gptq-2layer"), &["--to", "gguf"]);
