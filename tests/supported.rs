@@ -113,7 +113,8 @@ fn cell(folder: &str, format: Format, conv1d: bool) -> String {
         Format::Float(_) => "float",
         Format::Gptq { .. } => "gptq",
         Format::AwqGemm | Format::AwqGemv => "awq",
-        _ => &report.method,
+        Format::Fp8Block => "fp8",
+        _ => "compressed-tensors",
     };
     assert_eq!(report.method, expected_method, "{what}");
     drop(file);

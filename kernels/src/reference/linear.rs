@@ -1,7 +1,7 @@
 //! What a linear layer computes. This is the specification; every kernel gives these very bits.
 //!
 //! One row of activations at a time, so that nothing here can depend on a batch: [`default`] in default
-//! mode, [`f32`] in exact mode.
+//! mode, [`f32()`] in exact mode.
 
 use quern_models::{Mini, Scheme, TensorView, ZeroKind, p64::Shape};
 

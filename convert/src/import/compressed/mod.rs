@@ -2,11 +2,11 @@
 //!
 //! | stored as | what it is | becomes |
 //! |---|---|---|
-//! | `weight_packed` i32 | pack-quantized integers of 2 to 8 bits ([`packed`]) | int4, int8 |
-//! | `weight_packed` u8 | MXFP4, NVFP4 ([`fp4`]) | fp4 |
-//! | `weight` i8 | int-quantized, naive-quantized ([`bytes`]) | int8 |
-//! | `weight` F8_E4M3 | float-quantized, fp8, fbgemm_fp8, ModelOpt FP8, MXFP8 ([`bytes`]) | fp8 |
-//! | `weight` u8 | ModelOpt NVFP4 ([`fp4`]) | fp4 |
+//! | `weight_packed` i32 | pack-quantized integers of 2 to 8 bits (`packed`) | int4, int8 |
+//! | `weight_packed` u8 | MXFP4, NVFP4 (`fp4`) | fp4 |
+//! | `weight` i8 | int-quantized, naive-quantized (`bytes`) | int8 |
+//! | `weight` F8_E4M3 | float-quantized, fp8, fbgemm_fp8, ModelOpt FP8, MXFP8 (`bytes`) | fp8 |
+//! | `weight` u8 | ModelOpt NVFP4 (`fp4`) | fp4 |
 //!
 //! The tensors decide; the config is checked against them ([`Claims`]). Codes and scales are kept exactly.
 //! Formats: compressed-tensors 0.9 to 0.20 (`compressors/`), transformers `integrations/finegrained_fp8.py`.
