@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs every test of the workspace and counts those that were skipped and why.
 # Real checkpoints: QUERN_SMOLLM2_GGUF=FILE (models/fetch.sh gets it), QUERN_SHARED=FOLDER.
+# Real vocabularies: QUERN_TOKENIZER_CASES=FOLDER (tests/tokenizers/cases.sh makes it).
 set -eu
 cd "$(dirname "$0")/.."
 cached=models/cache/SmolLM2-135M-Instruct.Q4_1.gguf
