@@ -1,7 +1,8 @@
 //! Comparing a written tensor with its source, element by element.
 //!
 //! The file is read through the layout's own definition ([`Shape::code`]) and the source through the
-//! format's ([`Integers::code`]); neither goes through the code that wrote the file.
+//! format's ([`Integers::code`]); neither goes through the code that packed the file. Which
+//! row or column of the source is meant, and the value of a widened weight, is the same function on both sides.
 
 use std::ops::Range;
 

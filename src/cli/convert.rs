@@ -21,8 +21,8 @@ use crate::text::TextModel;
 /// Flags of `quern convert`.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Integers of GPTQ, AWQ and GGUF (Q4_0, Q4_1, Q8_0) sources are kept bit for bit; --quant is for float \
-weights. The file takes its name only after every element has been compared with the source."
+    after_help = "The codes and scales of quantized sources (GPTQ, AWQ, compressed-tensors, FP8, FP4, GGUF) are kept; \
+--quant is for float weights. The file takes its name only after every element has been compared with the source."
 )]
 pub struct ConvertArgs {
     /// Model directory (config.json, *.safetensors), or a .safetensors or .gguf file

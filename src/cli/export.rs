@@ -56,7 +56,7 @@ enum To {
 /// [`GptqFormat`] as flags name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum FormatArg {
-    /// Zero-points less one, as every program reads them
+    /// Zero-points less one, as most programs read them
     #[value(name = "gptq")]
     Gptq,
     /// Zero-points as they are

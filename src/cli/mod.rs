@@ -30,7 +30,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Turn a checkpoint (GPTQ, AWQ, float, GGUF) into a .qrn file
+    /// Turn a checkpoint (GPTQ, AWQ, compressed-tensors, FP8, GGUF, float) into a .qrn file
     Convert(convert::ConvertArgs),
     /// Turn a .qrn file into a checkpoint for other programs (GPTQ, AWQ, float, GGUF)
     Export(export::ExportArgs),

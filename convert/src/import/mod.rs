@@ -1,7 +1,7 @@
 //! From the tensors of a checkpoint to integers with scales, whatever tool packed them.
 //!
-//! Every quantized tensor reduces to one form, `w = s * (q - z)` or `w = s * q + m` with unsigned
-//! codes ([`Integers`]). An importer offers it twice: as definitions, one element at a time and as
+//! Every quantized tensor reduces to `w = s * (q - z)` or `w = s * q + m` with unsigned codes, or to
+//! `w = s * value(q)` with small floats ([`Integers`]). An importer offers it twice: as definitions, one element at a time and as
 //! plain as the format's description, and as a fast fill of 64 rows. The file is written from the
 //! second and verified against the first.
 

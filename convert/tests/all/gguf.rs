@@ -314,6 +314,10 @@ fn yarn_is_what_llama_cpp_makes_of_it() {
     assert_eq!(all["attention_factor"], 1.0);
     let mixed = yarn(&[("llama.rope.scaling.yarn_ext_factor", Meta::Float(0.5))]).unwrap_err();
     assert!(mixed.contains("yarn_ext_factor is 0.5"), "{mixed}");
+    // Two scalings at once: one of them would be lost.
+    let said = [("llama.rope.scaling.type", Meta::Text("linear")), ("llama.rope.scaling.factor", Meta::Float(4.0))];
+    let both = arch("llama", &said, &["token_embd.weight", "rope_freqs.weight"]).unwrap_err();
+    assert!(both.contains("rope_freqs.weight and llama.rope.scaling.type linear together"), "{both}");
     let other = with("llama.rope.scaling.type", Meta::Text("longrope")).unwrap().0;
     assert_eq!(other["rope_parameters"]["rope_type"], "longrope");
 }

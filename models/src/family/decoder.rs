@@ -83,14 +83,15 @@ impl Decoder {
         Ok(())
     }
 
-    /// Reads `layer_types` and `sliding_window`. Where the types are not given, layer `i` slides if `implied(i)` and
-    /// `use_sliding_window`.
+    /// Reads `layer_types` and `sliding_window`, 4096 where the config is silent. Where the types are not given, layer
+    /// `i` slides if `implied(i)` and `use_sliding_window`; a window of `null` is none.
     pub fn sliding(&mut self, config: &Config, implied: impl Fn(usize) -> bool) -> Result<(), FamilyError> {
         let layers = self.windows.len();
         let on = config.bool_or("use_sliding_window", false)?;
-        let window = config.get("sliding_window");
+        let silent = on && !config.has("sliding_window");
+        let window = silent || config.get("sliding_window").is_some();
         let slides: Vec<bool> = match config.strings("layer_types", layers)? {
-            None => (0..layers).map(|i| on && window.is_some() && implied(i)).collect(),
+            None => (0..layers).map(|i| on && window && implied(i)).collect(),
             Some(types) => {
                 let slides = types.iter().map(|t| match *t {
                     "full_attention" => Ok(false),
@@ -104,7 +105,7 @@ impl Decoder {
             }
         };
         if slides.contains(&true) {
-            let window = config.size("sliding_window")?;
+            let window = config.size_or("sliding_window", silent.then_some(4096))?;
             self.windows = slides.iter().map(|&s| s.then_some(window)).collect();
         }
         Ok(())

@@ -36,13 +36,15 @@ pub(super) fn read(config: &Config, theta: f32, context: usize) -> Result<(Rope,
     let found = ["rope_parameters", "rope_scaling"].map(|key| config.get(key).map(|v| (key, v)));
     let theta = config.float_or("rope_theta", theta)?;
     let [new, old] = found;
-    let Some((key, value)) = new.or(old) else {
+    // Where tables and the key beside them disagree, the old table counts before the new, and a table before the key:
+    // `convert_rope_params_to_dict` of transformers 5.
+    let old = old.filter(|(_, v)| v.as_object().is_none_or(|o| !o.is_empty()));
+    let Some((key, value)) = old.or(new) else {
         return Ok((Rope { theta, scaling: RopeScaling::None }, context));
     };
     let map = value.as_object().ok_or_else(|| config.wrong(key, "an object", Some(value)))?;
     let table = Table { config, key, map };
-    let given = config.get("rope_theta").is_some();
-    let theta = if given { theta } else { table.number("rope_theta", Some(theta))? };
+    let theta = table.number("rope_theta", Some(theta))?;
     let original = match config.get("original_max_position_embeddings") {
         Some(_) => config.size("original_max_position_embeddings")?,
         None => table.number("original_max_position_embeddings", Some(context as f32))? as usize,

@@ -84,7 +84,7 @@ fn rules_and_spec_name_the_same_tensors() {
 #[test]
 fn rope_is_read_in_the_old_and_the_new_way() {
     assert_eq!(rope(json!({})), Rope { theta: 500000.0, scaling: RopeScaling::None });
-    let new = json!({"rope_theta": null, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}});
+    let new = json!({"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}});
     assert_eq!(rope(new).theta, 20000.0);
     let linear = rope(json!({"rope_scaling": {"type": "linear", "factor": 4}}));
     assert_eq!(linear.scaling, RopeScaling::Linear { factor: 4.0 });
@@ -146,6 +146,10 @@ fn windows_are_where_the_family_puts_them() {
         assert_eq!(qwen(json!({"use_sliding_window": false, "max_window_layers": 1})), [None; 2]);
         assert_eq!(qwen(json!({"use_sliding_window": true, "max_window_layers": 1})), [None, Some(16)]);
         assert_eq!(qwen(json!({"use_sliding_window": true, "max_window_layers": 0})), [Some(16); 2]);
+        // Silence is the class's 4096, null is none.
+        let slides = json!({"model_type": family, "use_sliding_window": true, "max_window_layers": 1});
+        assert_eq!(windows(&config(slides.clone())), [None, Some(4096)]);
+        assert_eq!(windows(&config(changed(slides, json!({"sliding_window": null})))), [None; 2]);
         let types = json!({"layer_types": ["sliding_attention", "full_attention"]});
         assert_eq!(qwen(types), [Some(16), None]);
     }

@@ -2,7 +2,7 @@
 //!
 //! After `open`, every tensor the spec needs is there with the right shape, its bytes are in bounds
 //! and page-aligned, tensors do not overlap, and header and tensors cover the file exactly. Tensor
-//! bytes themselves are checked only by [`ModelFile::verify`]: opening must not read gigabytes.
+//! bytes themselves, but for orders, are checked only by [`ModelFile::verify`]: opening must not read gigabytes.
 
 use std::{collections::HashMap, path::Path};
 
@@ -46,7 +46,7 @@ struct Header {
 }
 
 impl ModelFile {
-    /// Maps and checks a file. Allocates for the parsed header only.
+    /// Maps and checks a file. Allocates for the parsed header, and a flag per column to check an order.
     pub fn open(path: &Path) -> Result<ModelFile, FormatError> {
         let map = Mapped::open(path).map_err(|source| FormatError::Io { path: path.into(), source })?;
         let header = Header::parse(&map)?;

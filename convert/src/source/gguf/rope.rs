@@ -20,6 +20,14 @@ pub(super) fn parameters(keys: &Keys, head_dim: u64) -> Result<Map<String, Json>
     let mut put = |key: &str, value: Json| drop(rope.insert(key.into(), value));
     put("rope_theta", theta.into());
     if let Some(t) = keys.gguf.tensors.iter().find(|t| t.name == ROPE_FACTORS) {
+        if !matches!((kind, factor), ("none", _) | ("linear", None | Some(1.0))) {
+            return Err(Malformed::Unsupported {
+                what: format!("{ROPE_FACTORS} and {} {kind} together", keys.name("rope.scaling.type")),
+                next: "this version applies one of them, so the model would compute something else; convert the \
+                       checkpoint that it was made from"
+                    .into(),
+            });
+        }
         put("rope_type", "llama3".into());
         put("factor", llama3(t, theta, head_dim)?.into());
         put("low_freq_factor", LOW_FREQ.into());
