@@ -6,6 +6,9 @@ use std::{io::Write, process::ExitCode};
 use clap::Parser;
 
 fn main() -> ExitCode {
+    // A file-size limit then is an error of the write that meets it, and what was begun is removed.
+    let ignored = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, ignored);
     match quern::cli::main(quern::cli::Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -21,7 +24,7 @@ fn main() -> ExitCode {
                 cause = e.source();
             }
             // A full or closed stderr is no reason to panic.
-            let _ = writeln!(std::io::stderr(), "quern: {text}");
+            let _ = writeln!(std::io::stderr(), "quern: {}", quern::cli::one_line(&text));
             ExitCode::from(quern::cli::exit_code(&*error))
         }
     }

@@ -178,7 +178,7 @@ impl Progress for Line {
 
     fn note(&mut self, text: &str) {
         self.clear();
-        let _ = writeln!(stderr(), "note: {text}");
+        let _ = writeln!(stderr(), "note: {}", super::one_line(text));
     }
 
     fn step(&mut self, step: &Step<'_>) {

@@ -113,12 +113,39 @@ pub fn exit_code(error: &(dyn Error + 'static)) -> u8 {
         Some(run::RunError::Flag { .. } | run::RunError::Open(OpenError::Context { .. }))
     );
     let interrupted = matches!(error.downcast_ref(), Some(run::RunError::Cut | run::RunError::Interrupted { .. }))
-        || error.is::<eval::Interrupted>();
+        || error.is::<eval::Interrupted>()
+        || matches!(error.downcast_ref(), Some(quern_convert::ConvertError::Interrupted));
     match (flag || error.is::<Usage>(), interrupted) {
         (true, _) => 2,
         (_, true) => 130,
         _ => 1,
     }
+}
+
+/// A message as one line of bounded length: names in it may come from a hostile file.
+pub fn one_line(text: &str) -> String {
+    const MOST: usize = 2000;
+    let text = crate::text::printable(text);
+    match text.char_indices().nth(MOST) {
+        None => text,
+        Some((end, _)) => format!("{} ... ({} bytes more)", &text[..end], text.len() - end),
+    }
+}
+
+/// Most bytes of a text that is read whole.
+const MOST_TEXT: u64 = 1 << 30;
+
+/// The bytes of a file that the user named: a regular one, and not beyond a gigabyte.
+fn read_whole(path: &Path) -> Result<Vec<u8>, String> {
+    let shown = path.display();
+    let about = std::fs::metadata(path).map_err(|e| format!("{shown}: {e}"))?;
+    if !about.is_file() {
+        return Err(format!("{shown}: expected a regular file, got something else"));
+    }
+    if about.len() > MOST_TEXT {
+        return Err(format!("{shown}: expected at most {MOST_TEXT} bytes, got {}", about.len()));
+    }
+    std::fs::read(path).map_err(|e| format!("{shown}: {e}"))
 }
 
 /// Most threads that can be asked for.

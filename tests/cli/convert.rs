@@ -159,3 +159,16 @@ fn damaged_tensors_are_refused_by_name() {
     bad[at] = b'b';
     with(&bad, &["down_proj"]);
 }
+
+#[test]
+fn a_name_from_the_source_cannot_forge_a_line() {
+    let scratch = Scratch::new("forged");
+    let dir = scratch.copy(&fixture("models/llama"), "model");
+    let config = fs::read_to_string(dir.join("config.json")).unwrap();
+    let forged = config.replacen('{', r#"{"quantization_config": {"quant_method": "x\nquern: done \u001b[2J"},"#, 1);
+    fs::write(dir.join("config.json"), forged).unwrap();
+    let ran = quern(&["convert", arg(&dir), "--out", arg(&scratch.at("x.qrn"))]);
+    let ran = ran.fails(&["quantization format"]);
+    assert_eq!(ran.err.lines().count(), 1, "{}", ran.err);
+    assert!(!ran.err.contains('\u{1b}'), "{:?}", ran.err);
+}

@@ -84,3 +84,16 @@ fn the_output_is_a_file_of_its_own() {
     quern(&["eval", arg(&file), "--ids", "1,2", "--logits", arg(&out)]).ok();
     assert_eq!(Golden::of(&fs::read(&out).unwrap()).floats("logits").data.len(), 2 * 320);
 }
+
+#[test]
+fn what_is_read_is_not_written_over_and_has_an_end() {
+    let (scratch, file) = converted("models/llama");
+    let ids = scratch.write("ids.txt", "1,2,3");
+    let given = format!("@{}", arg(&ids));
+    quern(&["eval", arg(&file), "--ids", &given, "--logits", arg(&ids)]).misused(&["that is the file of --ids"]);
+    assert_eq!(fs::read_to_string(&ids).unwrap(), "1,2,3");
+    let out = scratch.at("out.safetensors");
+    let endless = quern(&["eval", arg(&file), "--ids", "@/dev/zero", "--logits", arg(&out)]);
+    endless.fails(&["/dev/zero: expected a regular file"]);
+    quern(&["eval", arg(&file), "--text", "/dev/zero"]).fails(&["/dev/zero: expected a regular file"]);
+}

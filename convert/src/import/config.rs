@@ -56,6 +56,8 @@ pub struct Hint {
     pub group: Option<usize>,
     /// Symmetric claimed.
     pub sym: Option<bool>,
+    /// Columns are in another order than their groups, where it matters.
+    pub desc_act: bool,
     /// Zero-points are stored as they are (`gptq_v2` and later), not reduced by one (`gptq`).
     pub zeros_as_stored: bool,
     /// Modules may differ from the above.
@@ -139,6 +141,7 @@ impl Hint {
             packing: awq_order,
             bits: get(&["bits", "w_bit", "wbits"]).and_then(Value::as_u64),
             group: group.and_then(|g| usize::try_from(g).ok()).filter(|&g| g > 0),
+            desc_act: flag(&["desc_act"]) == Some(true),
             sym: flag(&["sym"]).or(flag(&["zero_point"]).map(|z| !z)),
             zeros_as_stored: format == "gptq_v2" || auto_round && !less,
             per_module: ["dynamic", "extra_config"].iter().any(|k| get(&[k]).is_some_and(filled)),

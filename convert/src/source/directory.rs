@@ -17,8 +17,13 @@ use crate::{
     tokenizer::settings::{self, Settings},
 };
 
-/// Most bytes of a JSON or text file, but for the tokenizer: far more than any has.
-const MOST: u64 = 64 << 20;
+/// Most bytes of a JSON or text file, but for the tokenizer and the index: far more than any has. Parsed, it may take
+/// a hundred times the room.
+const MOST: u64 = 8 << 20;
+/// Most bytes of an index: 160 for each of 200,000 tensors.
+const MOST_INDEX: u64 = 32 << 20;
+/// Most bytes of a vocabulary.
+const MOST_VOCABULARY: u64 = 64 << 20;
 /// Most bytes of tokenizer.json.
 const MOST_TOKENIZER: u64 = 512 << 20;
 
@@ -81,6 +86,10 @@ pub(super) fn open(dir: &Path) -> Result<Source, ConvertError> {
         (None, _, _, [one]) if !names.iter().any(|n| n == "config.json") => one,
         (None, [one], ..) | (None, [], [one], _) | (None, [], [], [one]) => one,
         (None, [], [], []) => return Err(nothing(dir, &names)),
+        (None, [], several, []) if several.iter().any(|n| n.contains("-00001-of-")) => {
+            let what = "model.safetensors.index.json, which says where each tensor is, is not there";
+            return Err(source_error(dir, what, "download the missing file"));
+        }
         _ => {
             let files = if ggufs.is_empty() { singles.join(", ") } else { [singles, ggufs].concat().join(", ") };
             return Err(source_error(
@@ -102,7 +111,7 @@ pub(super) fn open(dir: &Path) -> Result<Source, ConvertError> {
 
 /// Maps the shards that an index names.
 pub(super) fn open_index(dir: &Path, path: &Path) -> Result<Source, ConvertError> {
-    let index = json(path)?;
+    let index = json_of(path, MOST_INDEX)?;
     let map_of = index.get("weight_map").and_then(Value::as_object);
     let map_of = map_of.ok_or_else(|| file(path, Malformed::field("weight_map", "an object", "none")))?;
     let mut weights = BTreeMap::new();
@@ -211,14 +220,14 @@ fn tokenizer(
     };
     let path = dir.join("tokenizer.model");
     if path.exists() {
-        let built = settings()?.sentencepiece(&bytes(&path, MOST)?, notes);
+        let built = settings()?.sentencepiece(&bytes(&path, MOST_VOCABULARY)?, notes);
         return built.map(Some).map_err(|e| file(&path, e));
     }
     let (vocab, merges) = (dir.join("vocab.json"), dir.join("merges.txt"));
     if vocab.exists() && merges.exists() {
-        let lines = String::from_utf8(bytes(&merges, MOST)?);
+        let lines = String::from_utf8(bytes(&merges, MOST_VOCABULARY)?);
         let lines = lines.map_err(|e| file(&merges, Malformed::field("text", "UTF-8", e.utf8_error())))?;
-        let built = settings()?.byte_level(&json(&vocab)?, &lines, notes);
+        let built = settings()?.byte_level(&json_of(&vocab, MOST_VOCABULARY)?, &lines, notes);
         return built.map(Some).map_err(|e| file(&vocab, e));
     }
     if dir.join("tekken.json").exists() {
@@ -424,11 +433,16 @@ fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, ConvertError> {
         let what = format!("size: expected at most {most} bytes, got {size}");
         return Err(source_error(path, what, "no model has such a file; download it again"));
     }
+    super::refuse_stand_in(path, &bytes)?;
     Ok(bytes)
 }
 
 fn json(path: &Path) -> Result<Value, ConvertError> {
-    serde_json::from_slice(&bytes(path, MOST)?).map_err(|source| file(path, Malformed::Json { what: "JSON", source }))
+    json_of(path, MOST)
+}
+
+fn json_of(path: &Path, most: u64) -> Result<Value, ConvertError> {
+    serde_json::from_slice(&bytes(path, most)?).map_err(|source| file(path, Malformed::Json { what: "JSON", source }))
 }
 
 fn optional_json(path: &Path) -> Result<Option<Value>, ConvertError> {

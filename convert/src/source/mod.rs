@@ -219,7 +219,9 @@ pub(crate) fn name_of(path: &Path) -> String {
 }
 
 pub(crate) fn map(path: &Path) -> Result<Mapped, ConvertError> {
-    Mapped::open(path).map_err(|source| ConvertError::Io { path: path.into(), source })
+    let map = Mapped::open(path).map_err(|source| ConvertError::Io { path: path.into(), source })?;
+    refuse_stand_in(path, &map)?;
+    Ok(map)
 }
 
 /// Refuses files that run code when loaded, and what else is no checkpoint we read.
@@ -230,6 +232,20 @@ fn refuse_pickle(path: &Path, bytes: &[u8]) -> Result<(), ConvertError> {
         return Err(pickled(path));
     }
     Ok(())
+}
+
+/// Refuses what stands where a file should be after a download that went wrong.
+pub(crate) fn refuse_stand_in(path: &Path, bytes: &[u8]) -> Result<(), ConvertError> {
+    let start = bytes.trim_ascii_start();
+    let starts = |with: &str| start.get(..with.len()).is_some_and(|s| s.eq_ignore_ascii_case(with.as_bytes()));
+    let what = if starts("version https://git-lfs") {
+        "a Git LFS pointer, not the file itself"
+    } else if starts("<!doctype") || starts("<html") {
+        "a web page, not the file itself"
+    } else {
+        return Ok(());
+    };
+    Err(ConvertError::Source { path: path.into(), what: what.into(), next: "download the file again".into() })
 }
 
 pub(crate) fn pickled(path: &Path) -> ConvertError {

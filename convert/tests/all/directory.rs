@@ -111,11 +111,11 @@ fn licences_come_from_the_model_card() {
 #[test]
 fn files_beside_the_tensors_are_regular_and_of_bounded_size() {
     for (name, most) in [
-        ("config.json", 64u64),
-        ("generation_config.json", 64),
-        ("chat_template.jinja", 64),
-        ("README.md", 64),
-        ("model.safetensors.index.json", 64),
+        ("config.json", 8u64),
+        ("generation_config.json", 8),
+        ("chat_template.jinja", 8),
+        ("README.md", 8),
+        ("model.safetensors.index.json", 32),
         ("tokenizer.json", 512),
     ] {
         let scratch = Scratch::new(&format!("size-{name}"));
@@ -134,6 +134,24 @@ fn files_beside_the_tensors_are_regular_and_of_bounded_size() {
             scratch.fails(&format!("{name}: not a regular file"));
         }
     }
+}
+
+#[test]
+fn downloads_that_went_wrong_are_called_so() {
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n";
+    for name in ["model.safetensors", "config.json", "tokenizer.json"] {
+        for (bytes, what) in [(pointer, "a Git LFS pointer, not"), ("\n<!DOCTYPE html><html>", "a web page, not")] {
+            let scratch = Scratch::new("went-wrong");
+            write(&scratch.model(), &config(), &float_model(&mut Random::new(34), FloatType::F16), "model.safetensors");
+            fs::write(scratch.model().join(name), bytes).unwrap();
+            scratch.fails(&format!("{name}: {what} the file itself; download the file again"));
+        }
+    }
+    let scratch = Scratch::new("no-index");
+    for shard in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
+        write(&scratch.model(), &config(), &float_model(&mut Random::new(34), FloatType::F16), shard);
+    }
+    scratch.fails("model.safetensors.index.json, which says where each tensor is, is not there; download the missing");
 }
 
 #[test]

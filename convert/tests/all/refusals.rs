@@ -135,6 +135,14 @@ fn groups_of_columns_must_be_there() {
     index("far", &|i| i[63] = i32::MIN).fails(&format!("{expected} -2147483648 for column 63"));
     index("zeros", &|i| i.fill(0)).fails("zeros only; remove the tensor");
     let short = ("I32", vec![HIDDEN - 1], vec![0; 4 * (HIDDEN - 1)]);
+    // An order of which one module's part did not come along would be another model.
+    model("one-index", |_, t| drop(t.remove(&format!("{Q}.g_idx"))))
+        .fails("q_proj.g_idx is missing (other modules have one)");
+    let none = |config: &mut Value, t: &mut Tensors| {
+        config["quantization_config"]["desc_act"] = true.into();
+        t.retain(|name, _| !name.ends_with(".g_idx"));
+    };
+    model("no-index", none).fails("g_idx is missing (config.json says desc_act, so the columns have an order)");
     model("short-index", |_, t| drop(t.insert(format!("{Q}.g_idx"), short))).fails("expected i32 [64], got i32 [63]");
 }
 

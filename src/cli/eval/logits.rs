@@ -23,6 +23,7 @@ pub fn main(
     kv: Kv,
     threads: Option<usize>,
 ) -> Result<(), Box<dyn Error>> {
+    let given = ids;
     let ids = parse_ids(ids)?;
     let file = open(model)?;
     let (vocab, most) = (file.spec().vocab, file.spec().max_context);
@@ -39,6 +40,10 @@ pub fn main(
     let path = destination(out).map_err(|e| format!("{}: {e}", out.display()))?;
     if path.canonicalize().is_ok_and(|path| model.canonicalize().is_ok_and(|model| path == model)) {
         return Err(Usage("--logits: that is the model's own file".into()).into());
+    }
+    let read = given.strip_prefix('@').and_then(|ids| Path::new(ids).canonicalize().ok());
+    if read.is_some_and(|ids| path.canonicalize().is_ok_and(|path| path == ids)) {
+        return Err(Usage("--logits: that is the file of --ids; give another name".into()).into());
     }
     let (temp, out) = create_sibling(&path)?;
     let written = write(&mut executor, &ids, &blocks, vocab, out).and_then(|bad| {
@@ -91,7 +96,10 @@ const CHUNK: usize = 64;
 
 fn parse_ids(text: &str) -> Result<Vec<u32>, Box<dyn Error>> {
     let text = match text.strip_prefix('@') {
-        Some(path) => std::fs::read_to_string(path).map_err(|e| format!("--ids: {path}: {e}"))?,
+        Some(path) => {
+            let bytes = crate::cli::read_whole(path.as_ref()).map_err(|e| format!("--ids: {e}"))?;
+            String::from_utf8(bytes).map_err(|_| format!("--ids: {path}: expected text, got other bytes"))?
+        }
         None => text.to_string(),
     };
     let id = |t: &str| t.parse::<u32>().map_err(|_| Usage(format!("--ids: {t:?} is not a token id")));

@@ -293,7 +293,7 @@ fn check_output(out: &Path, args: &EvalArgs, modes: usize) -> Result<(), Usage> 
 }
 
 fn read_text(path: &Path) -> Result<String, Box<dyn Error>> {
-    let bytes = std::fs::read(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let bytes = super::read_whole(path)?;
     String::from_utf8(bytes).map_err(|e| {
         let at = e.utf8_error().valid_up_to();
         format!("{}: not UTF-8 text: byte {at} begins no character; convert it to UTF-8", path.display()).into()

@@ -140,6 +140,11 @@ impl<'a> Packed<'a> {
         let scales = parts.scales("weight_scale", n, k, claims)?;
         let index = match parts.get("weight_g_idx") {
             Some((name, raw)) if raw.bytes.iter().any(|&b| b != 0xff) => Index::new(&name, raw, k, scales.groups())?,
+            // Act-order, of which this module's part did not come along.
+            None if scales.groups() > 1 && parts.source.tensors.keys().any(|name| name.ends_with(".weight_g_idx")) => {
+                parts.need("weight_g_idx")?;
+                Index::Natural(scales.group())
+            }
             _ => Index::Natural(scales.group()),
         };
         match &index {

@@ -65,6 +65,14 @@ impl<'a> Gptq<'a> {
         let groups = scales.groups();
         let indexed = match get("g_idx") {
             Some((origin, raw)) => Some((Index::new(&origin, raw, k, groups)?, origin)),
+            None if groups > 1 && (hint.desc_act || source.tensors.keys().any(|name| name.ends_with(".g_idx"))) => {
+                let why = match hint.desc_act {
+                    true => format!("{} says desc_act, so the columns have an order", hint.file),
+                    false => "other modules have one".into(),
+                };
+                let tensor = format!("{module}.g_idx");
+                return Err(ConvertError::Missing { origin: source.name.clone(), tensor, what: why });
+            }
             None => None,
         };
         let said = hint.group.filter(|_| !hint.per_module);
