@@ -292,6 +292,28 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
     refused("models/llama", &["--quant", "int4"], &["--to", "awq"], &groups);
 }
 
+/// A flat config has the text model's keys beside those of the other parts.
+#[test]
+fn half_of_a_multimodal_model_is_not_exported_as_a_folder() {
+    let scratch = Scratch::new("export-flat");
+    let (dir, file, out) = (scratch.at("vl"), scratch.at("model.qrn"), scratch.at("out"));
+    fs::create_dir(&dir).unwrap();
+    let source = fixture("models/qwen2");
+    for entry in fs::read_dir(&source).unwrap().flatten() {
+        fs::copy(entry.path(), dir.join(entry.file_name())).unwrap();
+    }
+    let mut config = json(&source.join("config.json"));
+    config["model_type"] = "qwen2_vl".into();
+    config["vision_config"] = serde_json::json!({ "depth": 2 });
+    fs::write(dir.join("config.json"), config.to_string()).unwrap();
+    quern(&["convert", arg(&dir), "--out", arg(&file)]).ok();
+    for to in ["float", "gptq"] {
+        let ran = quern(&["export", arg(&file), "--to", to, "--out", arg(&out)]);
+        ran.fails(&["multimodal model (vision_config in its config)", "--to gguf only"]);
+        assert!(!out.exists());
+    }
+}
+
 #[test]
 fn groups_that_differ_are_named_in_the_config() {
     let scratch = Scratch::new("export-dynamic");
