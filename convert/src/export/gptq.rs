@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use quern_models::{FloatType, ZeroKind};
+use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -110,9 +111,17 @@ fn ones(bits: usize) -> Option<u32> {
     }
 }
 
-/// Bits of a code in the checkpoint.
+/// Bits of a code in the checkpoint: those of the source if the file has its codes and zero-points as they were.
+///
+/// The file has asymmetric ones of GPTQ unmoved, and those of compressed-tensors in the middle of its range. GPTQ would
+/// read the latter unmoved from narrow fields, another file, so they stay as wide as they are.
 fn bits(item: &Item, coded: &Coded) -> u8 {
-    item.source_bits().filter(|_| coded.bits == 4).unwrap_or(coded.bits)
+    let Some(bits) = item.source_bits().filter(|_| coded.bits == 4) else { return coded.bits };
+    let fits = |code: u8| code >> bits == 0;
+    let row_fits = |row: usize| {
+        (0..coded.groups()).all(|g| fits(coded.zero(row, g))) && (0..item.k).all(|col| fits(coded.code(row, col)))
+    };
+    if coded.zero == ZeroKind::Mid || (0..item.n).into_par_iter().all(row_fits) { bits } else { coded.bits }
 }
 
 /// What quantization_config says of the modules in `quantized` and, float though they are linear, in `floats`.

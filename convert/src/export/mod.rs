@@ -98,8 +98,7 @@ pub fn export(
     if options.format == Format::Gguf {
         return gguf::export(&model, out, options.force, &threads, progress, start);
     }
-    let parts = ["text_config", "llm_config", "language_config", "thinker_config"];
-    if let Some(key) = parts.iter().find(|key| model.config.get(**key).is_some()) {
+    if let Some(key) = other_parts(&model.config) {
         return Err(ConvertError::unsupported(
             format!("the source is a multimodal model ({key} in its config), of which the file has the text part"),
             "this version exports such a model with --to gguf only",
@@ -125,6 +124,14 @@ pub fn export(
         verified,
         seconds: start.elapsed().as_secs_f64(),
     })
+}
+
+/// The key that shows that a config has other parts than text.
+fn other_parts(config: &Value) -> Option<&'static str> {
+    let nested = ["text_config", "llm_config", "language_config", "thinker_config"];
+    // A flat config has the text model's keys beside these.
+    let beside = ["vision_config", "audio_config"];
+    nested.into_iter().chain(beside).find(|key| config.get(key).is_some_and(|v| !v.is_null()))
 }
 
 /// A model to be exported.
@@ -317,5 +324,20 @@ impl Writing {
             bytes: self.bytes,
         });
         go_on(progress)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn other_parts_show_in_nested_and_flat_configs() {
+        for key in ["text_config", "llm_config", "language_config", "thinker_config", "vision_config", "audio_config"] {
+            assert_eq!(other_parts(&json!({ "model_type": "qwen2_vl", key: { "depth": 2 } })), Some(key));
+            assert_eq!(other_parts(&json!({ "model_type": "qwen2", key: null })), None);
+        }
     }
 }

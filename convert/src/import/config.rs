@@ -66,6 +66,13 @@ pub struct Hint {
     pub compressed: Claims,
 }
 
+/// Spellings of the bits of a code, the first that is there counts.
+pub const BITS: &[&str] = &["bits", "w_bit", "wbits"];
+/// Spellings of the columns of a group.
+pub const GROUP: &[&str] = &["group_size", "q_group_size"];
+/// Spellings of the checkpoint's format.
+pub const FORMAT: &[&str] = &["checkpoint_format", "format", "version"];
+
 impl Hint {
     /// Reads a config; refuses formats this version does not import.
     pub fn new(file: &str, config: &Value) -> Result<Hint, ConvertError> {
@@ -73,7 +80,7 @@ impl Hint {
         let text = |keys: &[&str]| get(keys).and_then(Value::as_str).map(str::to_lowercase);
         let flag = |keys: &[&str]| get(keys).and_then(Value::as_bool);
         let said = text(&["quant_method", "method", "quantization_method"]);
-        let format = text(&["checkpoint_format", "format", "version"]).unwrap_or_default();
+        let format = text(FORMAT).unwrap_or_default();
         let packing = text(&["packing_format"]).unwrap_or_default();
         let refuse = |found: &str, next: &str| {
             Err(ConvertError::unsupported(format!("{file}: quantization format {found}"), next))
@@ -130,14 +137,14 @@ impl Hint {
             return refuse(&format!("auto-round with {kind} weights"), LATER);
         }
         let less = packing.ends_with(":auto_gptq") || packing.ends_with(":gptq");
-        let group = get(&["group_size", "q_group_size"]).and_then(Value::as_i64);
+        let group = get(GROUP).and_then(Value::as_i64);
         let compressed = Claims::new(file, config)?;
         let tools = config.get("meta").and_then(|m| m.get("quantizer")).or(config.get("autoround_version"));
         Ok(Hint {
             file: file.into(),
             method,
             packing: awq_order,
-            bits: get(&["bits", "w_bit", "wbits"]).and_then(Value::as_u64),
+            bits: get(BITS).and_then(Value::as_u64),
             group: group.and_then(|g| usize::try_from(g).ok()).filter(|&g| g > 0),
             sym: flag(&["sym"]).or(flag(&["zero_point"]).map(|z| !z)),
             zeros_as_stored: format == "gptq_v2" || auto_round && !less,

@@ -11,7 +11,7 @@ use quern_models::{Generation, map::Mapped};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Checkpoint, RawTensor, Source, map, name_of, pickled, safetensors};
+use super::{Checkpoint, RawTensor, Source, map, name_of, pickled, quantizer, safetensors};
 use crate::{
     ConvertError, Malformed,
     tokenizer::settings::{self, Settings},
@@ -287,21 +287,27 @@ fn one_of(value: Option<&Value>, notes: &mut Vec<String>) -> Option<String> {
     Some(template.to_string())
 }
 
-/// What the quantizer wrote, in the look-up order of every tool.
+/// What the quantizer wrote: in config.json, in a file of its own, or in both, which must agree.
 fn quant_config(dir: &Path, config: &Value) -> Result<Option<(String, Value)>, ConvertError> {
+    let mut own = None;
     for name in ["quantize_config.json", "quant_config.json"] {
-        if let Some(found) = optional_json(&dir.join(name))? {
-            return Ok(Some((name.into(), found)));
+        if let Some(found) = optional_json(&dir.join(name))?.filter(|v| !v.is_null()) {
+            own = Some((name, found));
+            break;
         }
     }
-    let places = [Some(config)]
-        .into_iter()
-        .chain(["text_config", "language_config", "llm_config"].iter().map(|k| config.get(k)));
-    let found = places
-        .flatten()
-        .find_map(|c| c.get("quantization_config").or(c.get("compression_config")))
-        .filter(|v| !v.is_null());
-    Ok(found.map(|v| ("config.json".into(), v.clone())))
+    match (own, quantizer::inside(config)) {
+        (None, inside) => Ok(inside.map(|v| ("config.json".into(), v.clone()))),
+        (Some((name, own)), None) => Ok(Some((name.into(), own))),
+        (Some((name, own)), Some(inside)) => match quantizer::both(inside, &own) {
+            Ok(all) => Ok(Some((format!("config.json (with {name})"), all))),
+            Err(d) => Err(source_error(
+                dir,
+                format!("config.json says {} {}, {name} says {}", d.what, d.config, d.own),
+                "one of them is of another checkpoint: download the model again, or remove the wrong file or value",
+            )),
+        },
+    }
 }
 
 fn generation(

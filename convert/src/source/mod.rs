@@ -6,6 +6,7 @@
 pub mod directory;
 pub mod gguf;
 pub mod gguf_tokenizer;
+mod quantizer;
 pub mod safetensors;
 
 use std::{
@@ -121,7 +122,7 @@ pub struct Checkpoint<'a> {
     pub tensors: BTreeMap<String, RawTensor<'a>>,
     /// config.json, or what a GGUF says in that form.
     pub config: Value,
-    /// What the quantizer says about itself: file it stands in, and the object.
+    /// What the quantizer says about itself: file or files it stands in, and the object.
     pub quant_config: Option<(String, Value)>,
     /// tokenizer.json.
     pub tokenizer: Option<Vec<u8>>,

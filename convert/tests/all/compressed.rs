@@ -97,6 +97,40 @@ fn convert(scratch: &Scratch) -> Result<(Report, ModelFile, Vec<String>), Conver
     Ok((report, file, notes.0))
 }
 
+/// The file has narrow codes and their zero-points in the middle of its range, where narrow fields cannot hold them.
+#[test]
+fn narrow_asymmetric_integers_come_back_from_gptq() {
+    use quern_convert::{ExportOptions, Format, GptqFormat};
+    let mut random = Random::new(24);
+    for bits in [2, 3] {
+        for format in [GptqFormat::V1, GptqFormat::V2] {
+            let scratch = Scratch::new("narrow");
+            let mut tensors = around(&mut random);
+            for (i, (_, module, n, k)) in LINEARS.into_iter().enumerate() {
+                // One symmetric in effect, which does fit narrow fields.
+                let chosen = Chosen::new(&mut random, n, k, bits, 32, i == 0);
+                packed(&chosen, &mut tensors, module, false, Zeros::Bytes, FloatType::F16);
+            }
+            let weights = json!({ "num_bits": bits, "type": "int", "symmetric": false, "group_size": 32 });
+            write(&scratch.model(), &config_of("pack-quantized", weights), &tensors, "model.safetensors");
+            let (report, file, _) = convert(&scratch).unwrap();
+            let (out, again) = (scratch.0.join("gptq"), scratch.0.join("again.qrn"));
+            let options = ExportOptions::new(Format::Gptq(format));
+            quern_convert::export(&report.path, &out, &options, &mut ())
+                .unwrap_or_else(|e| panic!("{bits} {format:?}: {e}"));
+            let said = std::fs::read_to_string(out.join("quantize_config.json")).unwrap();
+            let said: Value = serde_json::from_str(&said).unwrap();
+            assert_eq!(said["bits"], 4);
+            assert_eq!(said["dynamic"].as_object().unwrap().len(), 1, "{said}");
+            quern_convert::convert(&out, &again, &Options::default(), &mut ()).unwrap();
+            let again = ModelFile::open(&again).unwrap();
+            for (a, b) in file.tensors().iter().zip(again.tensors()) {
+                assert_eq!((&a.name, a.scheme, a.hash), (&b.name, b.scheme, b.hash));
+            }
+        }
+    }
+}
+
 #[test]
 fn packed_integers_of_every_width_are_exact() {
     let mut random = Random::new(21);

@@ -90,9 +90,10 @@ fn llm_awq_is_gemv_fast_by_another_name() {
     let open = |name: &str, change: &dyn Fn(Vec<u8>) -> Vec<u8>| {
         let scratch = Scratch::new(&format!("llm-awq-{name}"));
         let source = fixture("models/llama-awq-w4-g64-gemv_fast");
-        fs::copy(source.join("config.json"), scratch.model().join("config.json")).unwrap();
-        let config = fs::read_to_string(source.join("quantize_config.json")).unwrap();
-        fs::write(scratch.model().join("quantize_config.json"), config.replace("gemv_fast", name)).unwrap();
+        for part in ["config.json", "quantize_config.json"] {
+            let config = fs::read_to_string(source.join(part)).unwrap();
+            fs::write(scratch.model().join(part), config.replace("gemv_fast", name)).unwrap();
+        }
         let model = change(fs::read(source.join("model.safetensors")).unwrap());
         fs::write(scratch.model().join("model.safetensors"), model).unwrap();
         scratch.convert(&Options::default()).unwrap().1
@@ -132,5 +133,31 @@ pub fn same_tensors(a: &ModelFile, b: &ModelFile) {
     for info in a.tensors() {
         let (x, y) = (a.tensor(&info.name).unwrap(), b.tensor(&info.name).unwrap());
         assert_eq!((x.scheme, x.codes, x.scales, x.zeros), (y.scheme, y.codes, y.scales, y.zeros), "{}", info.name);
+    }
+}
+
+/// config.json and quantize_config.json of one checkpoint.
+#[test]
+fn two_quantizer_configs_complete_each_other_or_are_refused() {
+    let source = fixture("models/llama-gptq_v2-w4-g32-asym-descact");
+    let (_, expected) = Scratch::new("config-one").convert_from(&source, &Options::default()).unwrap();
+    let scratch = Scratch::new("config-two");
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(source.join(name), scratch.model().join(name)).unwrap();
+    }
+    let own = |text: &str| fs::write(scratch.model().join("quantize_config.json"), text).unwrap();
+    // Without the format, which would make the zero-points one more.
+    own(r#"{"bits": 4, "group_size": 32, "sym": false, "desc_act": true}"#);
+    let (_, file) = scratch.convert(&Options::default()).unwrap();
+    same_tensors(&file, &expected);
+    fs::remove_file(scratch.out()).unwrap();
+    for (text, said) in [
+        (r#"{"checkpoint_format": "gptq"}"#, r#"config.json says format "gptq_v2", quantize_config.json says "gptq""#),
+        (r#"{"group_size": 64}"#, "config.json says group_size 32, quantize_config.json says 64"),
+        (r#"{"sym": true}"#, "config.json says sym false, quantize_config.json says true"),
+        (r#"{"bits": 3}"#, "config.json says bits 4, quantize_config.json says 3"),
+    ] {
+        own(text);
+        scratch.fails(said);
     }
 }
