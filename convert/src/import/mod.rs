@@ -22,7 +22,7 @@ use quern_models::{FloatType, Mini, PANEL, Scheme, ZeroKind};
 
 use self::order::Columns;
 pub use self::packed::{Scales, Words};
-pub(crate) use self::packed::{group_of, nibbles};
+pub(crate) use self::packed::{ambiguous, group_of, nibbles, sizes};
 use crate::ConvertError;
 
 /// What the numbers of a quantized tensor are, and its shape.

@@ -138,8 +138,8 @@ pub(crate) fn nibbles(word: u32) -> [u8; 8] {
 /// Columns of a group, from the number of groups and, where that leaves a choice, what is claimed.
 ///
 /// One group is the whole row, rounded up to 32 columns. Otherwise `claimed`, with the file or tensor
-/// that says it, is taken if it gives `groups`; without a claim the only power of two that does, or the
-/// exact quotient.
+/// that says it, is taken if it gives `groups`; without a claim the exact quotient or the power of two
+/// that does. Where both do and differ, it is an error.
 pub(crate) fn group_of(
     name: &str,
     k: usize,
@@ -155,17 +155,33 @@ pub(crate) fn group_of(
             let expected = format!("{} groups of the {g} columns that {origin} says", k.div_ceil(g.max(1)));
             return Err(ConvertError::tensor(name, "groups", expected, got));
         }
-        None if k.is_multiple_of(groups) && (k / groups).is_multiple_of(16) => k / groups,
-        None => (4..16).map(|p| 1 << p).find(|&g| gives(g)).ok_or_else(|| {
-            ConvertError::tensor(
-                name,
-                "groups",
-                "a number that a power of two of columns gives",
-                format!("{groups} for {k} columns"),
-            )
-        })?,
+        None => match sizes(k, groups) {
+            (Some(even), Some(power)) if even != power && even.is_multiple_of(16) => {
+                return Err(ambiguous(name, "columns", k, groups, [even, power]));
+            }
+            (even, power) => power.or(even.filter(|g| g.is_multiple_of(16))).ok_or_else(|| {
+                ConvertError::tensor(
+                    name,
+                    "groups",
+                    "a number that a power of two of columns gives",
+                    format!("{groups} for {k} columns"),
+                )
+            })?,
+        },
     };
     Ok(group)
+}
+
+/// Sizes that cut `len` into `count` parts: the exact quotient, and a power of two with a last part that may be smaller.
+pub(crate) fn sizes(len: usize, count: usize) -> (Option<usize>, Option<usize>) {
+    let even = (count > 0 && count <= len && len.is_multiple_of(count)).then(|| len / count);
+    (even, (4..16).map(|p| 1 << p).find(|&size| len.div_ceil(size) == count))
+}
+
+/// The error of a number of parts that two sizes give.
+pub(crate) fn ambiguous(name: &str, what: &str, len: usize, count: usize, [a, b]: [usize; 2]) -> ConvertError {
+    let expected = "a number that one size gives; say group_size or weight_block_size in the config";
+    ConvertError::tensor(name, "groups", expected, format!("{count} for {len} {what}, which sizes of {a} and {b} give"))
 }
 
 #[cfg(test)]
@@ -186,6 +202,9 @@ mod tests {
         assert_eq!(group(128, 8, None), Ok(16));
         assert_eq!(group(80, 2, Some((40, "c"))), Ok(40));
         assert!(group(100, 99, None).is_err());
+        let error = group(576, 3, None).unwrap_err();
+        assert!(error.contains("3 for 576 columns, which sizes of 192 and 256 give"), "{error}");
+        assert_eq!(group(576, 3, Some((192, "c"))), Ok(192));
     }
 
     #[test]

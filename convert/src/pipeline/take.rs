@@ -84,7 +84,7 @@ pub(super) struct Module<'a, 'b> {
 /// Whether a linear of the checkpoint comes with integers.
 pub(super) fn is_quantized(checkpoint: &Checkpoint, rule: &Rule) -> bool {
     let has = |part: &str| checkpoint.tensors.get(&format!("{}.{part}", rule.source));
-    let compressed = || Parts { source: checkpoint, module: &rule.source }.present();
+    let compressed = || Parts::new(checkpoint, &rule.source).present();
     let block = || has("weight").is_some_and(|raw| matches!(raw.dtype, Dtype::Block(_)));
     matches!(rule.kind, RuleKind::Linear { .. }) && (has("qweight").is_some() || block() || compressed())
 }
@@ -171,10 +171,17 @@ impl<'a, 'b> Module<'a, 'b> {
         }
         let source = &self.rule.source;
         let data = match by_shape {
-            Method::Awq => Data::Codes(awq::open(self.checkpoint, source, n, k, hint)?),
-            _ => Data::Gptq(Gptq::new(self.checkpoint, source, n, k, hint)?),
+            Method::Awq => {
+                let (codes, read) = awq::open(self.checkpoint, source, n, k, hint)?;
+                self.used.extend(read);
+                Data::Codes(codes)
+            }
+            _ => {
+                let tensor = Gptq::new(self.checkpoint, source, n, k, hint)?;
+                self.uses(&["qweight", "qzeros", "scales", "g_idx"]);
+                Data::Gptq(tensor)
+            }
         };
-        self.uses(&["qweight", "qzeros", "scaled_zeros", "scales", "g_idx"]);
         Ok(Some((data, self.rule.source.clone(), Some(by_shape.name()))))
     }
 
@@ -194,7 +201,7 @@ impl<'a, 'b> Module<'a, 'b> {
     /// compressed-tensors, FP8 and FP4.
     fn compressed(&mut self) -> Result<Option<Taken<'a>>, ConvertError> {
         let &[n, k] = &self.dims()[..] else { return Ok(None) };
-        let parts = Parts { source: self.checkpoint, module: &self.rule.source };
+        let parts = Parts::new(self.checkpoint, &self.rule.source);
         let Some(codes) = parts.take(n, k, &self.hint.compressed)? else { return Ok(None) };
         let name = self.name(if self.get("weight").is_some() { "weight" } else { "weight_packed" });
         if let Some(said) = self.hint.method.filter(|m| !m.is_compressed()) {

@@ -132,3 +132,34 @@ fn an_order_must_be_the_one_claimed() {
     fails("gemv_fast", "q_proj.qweight: layout: expected gemv_fast, as config.json says");
     fails("other", "quantization format awq other");
 }
+
+#[test]
+fn an_index_out_of_order_and_strays_are_named() {
+    let model = |order: &str, part: &str, value: (&'static str, Vec<usize>, Vec<u8>)| {
+        let mut random = Random::new(44);
+        let mut tensors = around(&mut random);
+        for (_, module, n, k) in linears() {
+            let c = Chosen::new(&mut random, n, k, 4, 32, false);
+            match order {
+                "gemm" => c.awq(&mut tensors, module, FloatType::F16),
+                "gemv" => c.gemv(&mut tensors, module, width(k, 32)),
+                _ => c.fast(&mut tensors, module, width(k, 32), "qzeros", |i| -(c.scales[i] * c.zeros[i] as f32)),
+            };
+        }
+        tensors.insert(format!("model.layers.0.self_attn.q_proj.{part}"), value);
+        let scratch = Scratch::new("index");
+        write(&scratch.model(), &awq_config(order, 32), &tensors, "model.safetensors");
+        scratch
+    };
+    let index = |group: &dyn Fn(i32) -> i32| {
+        ("I32", vec![HIDDEN], (0..HIDDEN as i32).flat_map(|col| group(col).to_le_bytes()).collect())
+    };
+    for order in ["gemm", "gemv", "gemv_fast"] {
+        model(order, "g_idx", index(&|col| col / 32)).convert(&Options::default()).unwrap();
+        model(order, "g_idx", index(&|col| 1 - col / 32)).fails("AWQ has no act-order");
+    }
+    for order in ["gemm", "gemv"] {
+        model(order, "scaled_zeros", ("F16", vec![2, 2], vec![0; 8])).fails("q_proj.scaled_zeros");
+    }
+    model("gemv_fast", "weight_scale", ("F16", vec![1], vec![0; 2])).fails("q_proj.weight_scale");
+}

@@ -498,6 +498,9 @@ fn contradictions_of_packed_integers_are_named() {
     })
     .fails("scales: expected finite numbers, got NaN for row 1, group 0");
     model("both", |_, t| set(t, "weight", "F32", &[64, 64], 4 * 4096)).fails("both");
+    for part in ["weight_scale_inv", "weight_scale_2", "weight_global_scale"] {
+        model("stray", |_, t| set(t, part, "F32", &[1], 4)).fails(&format!("{Q}.{part}"));
+    }
     model("method", |c, _| c["quantization_config"] = json!({"quant_method": "gptq"}))
         .fails("gptq, as config.json says");
     model("sparse", |c, _| c["quantization_config"]["sparsity_config"] = json!({"format": "sparse-24-bitmask"}))
@@ -538,6 +541,15 @@ fn contradictions_of_floats_are_named() {
     })
     .fails("weights of type F8_E5M2");
     fp8("shape", &|_, t| put(t, format!("{Q}.weight"), "F8_E4M3", &[32, 128], vec![0; 4096])).fails("weight: shape");
+    for part in ["weight_scale", "weight_scale_2", "weight_global_scale"] {
+        fp8("stray", &|_, t| put(t, format!("{Q}.{part}"), "F32", &[1], vec![0; 4])).fails(&format!("{Q}.{part}"));
+    }
+    fp8("order", &|_, t| put(t, format!("{Q}.weight_g_idx"), "I32", &[64], vec![0; 256])).fails("weight_g_idx: groups");
+    fp8("no-order", &|_, t| put(t, format!("{Q}.weight_g_idx"), "I32", &[64], vec![0xff; 256]))
+        .convert(&Options::default())
+        .unwrap();
+    fp8("default", &|c, _| drop(c["quantization_config"].as_object_mut().unwrap().remove("weight_block_size")))
+        .fails("blocks of 128 by 128");
     fp8("zeros", &|_, t| put(t, format!("{Q}.weight_zero_point"), "I8", &[1], vec![3])).fails("zero-points");
 
     let fp4 = |name: &str, part: &str, kind: &'static str, shape: [usize; 2], fill: u8| {
@@ -557,5 +569,7 @@ fn contradictions_of_floats_are_named() {
     fp4("mx-groups", "weight_scale", "U8", [64, 4], 1).fails("groups of 32 columns");
     fp4("mx-width", "weight_packed", "U8", [64, 64], 1).fails("weight_packed: shape");
     fp4("mx-scale", "weight_scale", "I8", [64, 2], 1).fails("weight_scale: type");
+    fp4("mx-global", "weight_global_scale", "U8", [1, 1], 1).fails("q_proj.weight_global_scale");
+    fp4("mx-zeros", "weight_zero_point", "I8", [1, 1], 3).fails("zero-points");
     fp4("nv-global", "weight_scale", "F8_E4M3", [64, 4], 1).fails("weight_global_scale is missing");
 }

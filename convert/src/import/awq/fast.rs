@@ -12,7 +12,7 @@
 use quern_models::{FloatType, PANEL, ZeroKind};
 
 use super::{
-    super::{Coding, IntShape, Integers, Scales, group_of, rows_of},
+    super::{Coding, IntShape, Integers, Scales, rows_of},
     Packing, Parts, misfit,
 };
 use crate::{ConvertError, source::Dtype};
@@ -39,8 +39,7 @@ impl<'a> Fast<'a> {
         let bytes = raw.bytes;
         let (name, raw) = parts.need("scales")?;
         let scales = Scales::padded(&name, raw, n, parts.said().map(|g| k.div_ceil(g)))?;
-        let said = parts.said().map(|g| (g, parts.hint.file.as_str()));
-        let group = group_of(&name, k, scales.groups(), said)?;
+        let group = parts.group(&name, scales.groups())?;
         let (name, zeros) = match parts.get("scaled_zeros") {
             Some(found) => found,
             None => parts.need("qzeros")?,

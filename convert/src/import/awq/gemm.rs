@@ -3,7 +3,7 @@
 use quern_models::{PANEL, ZeroKind};
 
 use super::{
-    super::{Coding, IntShape, Integers, Scales, Words, group_of, nibbles, rows_of},
+    super::{Coding, IntShape, Integers, Scales, Words, nibbles, rows_of},
     Packing, Parts, misfit,
 };
 use crate::ConvertError;
@@ -32,11 +32,7 @@ impl<'a> Gemm<'a> {
         parts.shaped(&name, got, [k, n / 8])?;
         let (name, raw) = parts.need("scales")?;
         let scales = Scales::new(&name, raw, n)?;
-        let index = parts.index(scales.groups())?;
-        let indexed = index.as_ref().map(|(group, name)| (*group, name.as_str()));
-        let said = parts.said().map(|g| (g, parts.hint.file.as_str()));
-        let group = group_of(&name, k, scales.groups(), indexed.or(said))?;
-        parts.check_groups(&name, scales.groups())?;
+        let group = parts.group(&name, scales.groups())?;
         let qzeros = match parts.get("qzeros") {
             // Nothing to store: symmetric.
             None if parts.hint.sym == Some(true) => None,

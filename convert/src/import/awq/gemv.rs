@@ -6,7 +6,7 @@
 use quern_models::{PANEL, ZeroKind};
 
 use super::{
-    super::{Coding, IntShape, Integers, Scales, Words, group_of, nibbles, rows_of},
+    super::{Coding, IntShape, Integers, Scales, Words, nibbles, rows_of},
     Packing, Parts, misfit,
 };
 use crate::ConvertError;
@@ -30,8 +30,7 @@ impl<'a> Gemv<'a> {
         let (name, raw) = parts.need("scales")?;
         // A claim for all modules says how many of the columns are groups; else those with a scale that is not zero.
         let scales = Scales::by_row(&name, raw, n, parts.said().map(|g| k.div_ceil(g)))?;
-        let said = parts.said().map(|g| (g, parts.hint.file.as_str()));
-        let group = group_of(&name, k, scales.groups(), said)?;
+        let group = parts.group(&name, scales.groups())?;
         let width = raw.shape[1] as usize;
         let (name, raw) = parts.need("qzeros")?;
         let (qzeros, got) = Words::new(&name, raw)?;

@@ -13,8 +13,10 @@ pub mod fast;
 pub mod gemm;
 pub mod gemv;
 
+use std::{cell::RefCell, collections::BTreeSet};
+
 use self::{fast::Fast, gemm::Gemm, gemv::Gemv};
-use super::{Integers, config::Hint, gptq::index::Index};
+use super::{Integers, config::Hint, gptq::index::Index, group_of};
 use crate::{
     ConvertError,
     source::{Checkpoint, Dtype, RawTensor},
@@ -69,7 +71,12 @@ struct Parts<'a, 'b> {
     n: usize,
     k: usize,
     hint: &'b Hint,
+    /// Names of those that were read.
+    read: RefCell<BTreeSet<String>>,
 }
+
+/// What came of a module's tensors, and the names of those that were read.
+pub type Opened<'a> = (Box<dyn Integers + 'a>, BTreeSet<String>);
 
 /// Takes the tensors of `module`, an `[n, k]` linear.
 pub fn open<'a>(
@@ -78,8 +85,8 @@ pub fn open<'a>(
     n: usize,
     k: usize,
     hint: &Hint,
-) -> Result<Box<dyn Integers + 'a>, ConvertError> {
-    let parts = Parts { source, module, n, k, hint };
+) -> Result<Opened<'a>, ConvertError> {
+    let parts = Parts { source, module, n, k, hint, read: RefCell::default() };
     let (name, raw) = parts.need("qweight")?;
     if let Some(said) = hint.bits.filter(|&b| b != 4 && !hint.per_module) {
         let expected = format!("{said}, as {} says", hint.file);
@@ -99,17 +106,19 @@ pub fn open<'a>(
         let got = format!("{} {:?} like {}", raw.dtype.name(), raw.shape, packing.name());
         return Err(ConvertError::tensor(&name, "layout", expected, got));
     }
-    Ok(match packing {
+    let codes: Box<dyn Integers + 'a> = match packing {
         Packing::Gemm => Box::new(Gemm::new(&parts)?),
         Packing::Gemv => Box::new(Gemv::new(&parts)?),
         Packing::Fast => Box::new(Fast::new(&parts)?),
-    })
+    };
+    Ok((codes, parts.read.into_inner()))
 }
 
 impl<'a> Parts<'a, '_> {
     fn get(&self, part: &str) -> Option<(String, &RawTensor<'a>)> {
-        let name = format!("{}.{part}", self.module);
-        self.source.tensors.get(&name).map(|raw| (name, raw))
+        let (name, raw) = self.source.tensors.get_key_value(&format!("{}.{part}", self.module))?;
+        self.read.borrow_mut().insert(name.clone());
+        Some((name.clone(), raw))
     }
 
     fn need(&self, part: &str) -> Result<(String, &RawTensor<'a>), ConvertError> {
@@ -123,6 +132,16 @@ impl<'a> Parts<'a, '_> {
     /// Columns of a group that the config claims for every module.
     fn said(&self) -> Option<usize> {
         self.hint.group.filter(|_| !self.hint.per_module)
+    }
+
+    /// Columns of a group, by the number of `groups` that the scales (`name`) have, a `g_idx` and the config.
+    fn group(&self, name: &str, groups: usize) -> Result<usize, ConvertError> {
+        let index = self.index(groups)?;
+        let indexed = index.as_ref().map(|(group, name)| (*group, name.as_str()));
+        let said = self.said().map(|g| (g, self.hint.file.as_str()));
+        let group = group_of(name, self.k, groups, indexed.or(said))?;
+        self.check_groups(name, groups)?;
+        Ok(group)
     }
 
     /// An error unless the config's claim gives `groups`.

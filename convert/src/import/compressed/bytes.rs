@@ -38,12 +38,18 @@ impl<'a> Bytes<'a> {
         let zeros = match parts.get("weight_zero_point") {
             Some((name, raw)) if integers => Zeros::bytes(&name, raw, n, scales.groups(), 8)?,
             None if integers => Zeros::absent(parts, claims)?,
-            // Early versions stored zeros for floats as well.
-            Some((name, raw)) if raw.bytes.iter().any(|&b| b & 0x7f != 0) => {
-                return Err(ConvertError::tensor(&name, "zero-points", "none, or zeros, for floats", "others"));
-            }
             _ => Zeros::Mid,
         };
+        if !integers {
+            parts.no_zeros()?;
+        }
+        // All -1 is what a module has that is in no order of its own, and none of this format is.
+        if let Some((name, raw)) = parts.get("weight_g_idx")
+            && raw.bytes.iter().any(|&b| b != 0xff)
+        {
+            let got = "an order (act-order); quantize the model again as pack-quantized";
+            return Err(ConvertError::tensor(&name, "groups", "columns in order", got));
+        }
         let (group, scale) = (scales.group(), scales.stored());
         let (flip, coding) = if integers { (0x80, Coding::Plain) } else { (0, Coding::Mini(Mini::E4M3)) };
         let shape = IntShape { n, k, bits: 8, group, zero: ZeroKind::Mid, scale, coding };

@@ -50,16 +50,26 @@ impl Claims {
         let size = |v: &Value| v.as_u64().and_then(|v| usize::try_from(v).ok()).filter(|&v| v > 0);
         let pair = |v: Option<&Value>| match v.and_then(Value::as_array).map(Vec::as_slice) {
             Some([a, b]) => Some([size(a)?, size(b)?]),
-            _ => None,
+            // "128x128", as early versions write it.
+            _ => {
+                let (a, b) = v?.as_str()?.split_once('x')?;
+                Some([a.parse().ok().filter(|&a| a > 0)?, b.parse().ok().filter(|&b| b > 0)?])
+            }
         };
-        let block = pair(config.get("weight_block_size"));
+        // Where the method is "fp8", a size that is not written is the default of transformers' FineGrainedFP8Config.
+        let fp8 = ["quant_method", "method", "quantization_method"].iter().find_map(|k| text(config, k));
+        let block = match config.get("weight_block_size") {
+            None if fp8.as_deref() == Some("fp8") => Some([128, 128]),
+            said => pair(said),
+        };
         let groups_of = |key: &str| groups.iter().any(|g| g.get(key).is_some_and(|v| !v.is_null()));
         let dynamic = text(config, "activation_scheme").is_some();
         Ok(Claims {
             file: file.into(),
             bits,
             group: same(weights.iter().map(|w| w.get("group_size").and_then(size))),
-            block: block.or(same(weights.iter().map(|w| pair(w.get("block_structure"))))),
+            // Groups without one have scales a row or a tensor, which their shape tells.
+            block: block.or(same(weights.iter().filter_map(|w| pair(w.get("block_structure"))).map(Some))),
             symmetric: same(weights.iter().map(|w| w.get("symmetric").and_then(Value::as_bool))),
             activations: groups_of("input_activations") || groups_of("output_activations") || dynamic,
             cache: ["kv_cache_scheme", "kv_cache_quant_algo"]
@@ -125,6 +135,16 @@ mod tests {
             claims(json!({"quant_method": "fp8", "weight_block_size": [128, 64], "activation_scheme": "dynamic"}));
         assert_eq!(fp8.unwrap().block, Some([128, 64]));
         assert_eq!(claims(json!({"weight_block_size": [0, 1e30]})).unwrap().block, None);
+        assert_eq!(claims(json!({"quant_method": "fp8"})).unwrap().block, Some([128, 128]));
+        assert_eq!(claims(json!({"quant_method": "fp8", "weight_block_size": null})).unwrap().block, None);
+        assert_eq!(claims(json!({"quant_method": "compressed-tensors"})).unwrap().block, None);
+        let blocks = |all: &[Value]| {
+            let all: Vec<Value> = all.iter().map(|b| json!({"weights": {"block_structure": b}})).collect();
+            claims(json!({"config_groups": {"a": all[0], "b": all[1]}})).unwrap().block
+        };
+        assert_eq!(blocks(&[json!([128, 64]), Value::Null]), Some([128, 64]));
+        assert_eq!(blocks(&[Value::Null, json!("128x64")]), Some([128, 64]));
+        assert_eq!(blocks(&[json!([128, 64]), json!([64, 64])]), None);
     }
 
     #[test]

@@ -32,6 +32,8 @@ impl<'a> Fp4<'a> {
             return Err(ConvertError::tensor(&name, "shape", expected, format!("{:?}", raw.shape)));
         }
         let bytes = raw.bytes;
+        parts.check_shape(n, k)?;
+        parts.no_zeros()?;
         let (name, raw) = parts.need("weight_scale")?;
         let (kind, group) = match raw.dtype {
             Dtype::U8 | Dtype::E8M0 => (Kind::Power, 32),

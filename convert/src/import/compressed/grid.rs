@@ -4,7 +4,10 @@ use half::f16;
 use quern_models::{FloatType, Mini};
 use rayon::prelude::*;
 
-use super::{super::group_of, Claims};
+use super::{
+    super::{ambiguous, group_of, sizes},
+    Claims,
+};
 use crate::{
     ConvertError,
     source::{Dtype, RawTensor},
@@ -71,19 +74,24 @@ impl<'a> Grid<'a> {
             return Err(wrong(format!("one scale, [{n}], [{n}, groups] or blocks of a [{n}, {k}] linear")));
         }
         let claimed = claims.group.map(|g| (g, claims.file.as_str()));
-        let (rows, group) = match claims.block.filter(|_| matches!(kind, Kind::Float(_))) {
-            Some([down, along]) if stored * cols > 1 => {
-                if [stored, cols] != [n.div_ceil(down), k.div_ceil(along)] {
-                    let by = [n.div_ceil(down), k.div_ceil(along)];
-                    let blocks = format!("blocks of {down} by {along} that {} says", claims.file);
-                    return Err(wrong(format!("{by:?} for a [{n}, {k}] linear in {blocks}")));
-                }
+        let (rows, group) = match claims.block.map(|b| (b, [n.div_ceil(b[0]), k.div_ceil(b[1])])) {
+            Some(([down, along], by)) if [stored, cols] == by => {
                 (down, group_of(name, k, cols, Some((along, claims.file.as_str())))?)
             }
-            _ => {
-                let rows = sharing(n, stored)
-                    .ok_or_else(|| wrong(format!("[{n}, groups] or a number of rows that a block size gives")))?;
-                (rows, group_of(name, k, cols, claimed)?)
+            // One for all, or one a row: of a module that is not in blocks.
+            _ if stored * cols == 1 || stored == n => (n / stored, group_of(name, k, cols, claimed)?),
+            Some(([down, along], by)) => {
+                let blocks =
+                    format!("blocks of {down} by {along} that {} says, if only by leaving the size out", claims.file);
+                return Err(wrong(format!("{by:?} for a [{n}, {k}] linear in {blocks}")));
+            }
+            None => {
+                let rows = match stored {
+                    1 => n,
+                    _ => block(name, n, stored)?,
+                };
+                let usual = claimed.or((k.div_ceil(USUAL) == cols).then_some((USUAL, "the usual block")));
+                (rows, group_of(name, k, cols, usual)?)
             }
         };
         let count = stored * cols;
@@ -146,14 +154,20 @@ fn power(e: u8) -> f32 {
     }
 }
 
-/// How many rows share a stored one: all, one, or a block's, which is the quotient or a power of two.
-fn sharing(n: usize, stored: usize) -> Option<usize> {
-    match stored {
-        1 => Some(n),
-        _ if stored == n => Some(1),
-        _ if stored > n => None,
-        _ if n.is_multiple_of(stored) => Some(n / stored),
-        _ => (4..16).map(|p| 1 << p).find(|&rows| n.div_ceil(rows) == stored),
+/// Rows and columns of nearly every block that is published.
+const USUAL: usize = 128;
+
+/// The size of blocks that nothing claims, of which `stored` cover `n` rows: 128 if that fits, else the only one of the
+/// quotient and a power of two that does.
+fn block(name: &str, n: usize, stored: usize) -> Result<usize, ConvertError> {
+    match sizes(n, stored) {
+        _ if n.div_ceil(USUAL) == stored => Ok(USUAL),
+        (Some(even), Some(power)) if even != power => Err(ambiguous(name, "rows", n, stored, [even, power])),
+        (even, power) => power.or(even).ok_or_else(|| {
+            let expected =
+                format!("{n} rows, or a number that a block size gives; say weight_block_size in the config");
+            ConvertError::tensor(name, "shape", expected, format!("{stored} for {n} rows"))
+        }),
     }
 }
 
@@ -186,11 +200,33 @@ mod tests {
         let blocks = Claims { block: Some([48, 32]), ..Claims::default() };
         assert_eq!(at(&[3, 2], 130, 60, &blocks, 47, 1), (2.0, 32));
         assert_eq!(at(&[3, 2], 130, 60, &blocks, 48, 1), (4.0, 32));
+        // A row each, in a model of which other modules are in blocks.
+        assert_eq!(at(&[10, 1], 10, 60, &blocks, 9, 0), (10.0, 64));
         let text = grid(&[2, 2], &bytes[..16], 130, 60, &blocks).unwrap_err();
         assert!(text.contains("expected [3, 2] for a [130, 60] linear in blocks of 48 by 32"), "{text}");
         assert!(grid(&[5, 1], &bytes[..20], 4, 96, &claims).is_err());
         assert!(grid(&[1, 1, 1], &bytes[..4], 4, 96, &claims).is_err());
         assert!(grid(&[0], &[], 4, 96, &claims).is_err());
+    }
+
+    #[test]
+    fn blocks_that_two_sizes_give_are_the_usual_or_an_error() {
+        let bytes: Vec<u8> = (1..13u32).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        let none = Claims::default();
+        let of = |shape: &[u64], n, k, claims: &Claims| grid(shape, &bytes[..16], n, k, claims);
+        let rows = |grid: Grid| (0..192).map(|row| grid.at(row, 0)).take_while(|&s| s == 1.0).count();
+        // 192 rows in 2 blocks are 128 and 64, or twice 96.
+        let usual = of(&[2, 2], 192, 192, &none).unwrap();
+        assert_eq!((rows(usual), usual.group()), (128, 128));
+        let claims = Claims { block: Some([96, 96]), ..Claims::default() };
+        let said = of(&[2, 2], 192, 192, &claims).unwrap();
+        assert_eq!((rows(said), said.group()), (96, 96));
+        // 96 in 2: 48 or 64.
+        let text = of(&[2, 2], 96, 192, &none).unwrap_err();
+        assert!(text.contains("2 for 96 rows, which sizes of 48 and 64 give"), "{text}");
+        assert!(text.contains("weight_block_size"), "{text}");
+        let text = of(&[2, 2], 192, 96, &none).unwrap_err();
+        assert!(text.contains("2 for 96 columns, which sizes of 48 and 64 give"), "{text}");
     }
 
     #[test]

@@ -17,7 +17,7 @@ mod fp4;
 mod grid;
 mod packed;
 
-use std::collections::BTreeSet;
+use std::{cell::RefCell, collections::BTreeSet};
 
 pub use self::{bytes::Bytes, config::Claims, fp4::Fp4, grid::Grid, packed::Packed};
 
@@ -34,26 +34,13 @@ fn misfit(group: usize) -> Option<String> {
 }
 
 /// The tensors of a module.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub struct Parts<'a, 'b> {
-    /// Where they are.
-    pub source: &'b Checkpoint<'a>,
-    /// The module's name.
-    pub module: &'b str,
+    source: &'b Checkpoint<'a>,
+    module: &'b str,
+    /// Names of those that were read.
+    read: RefCell<BTreeSet<String>>,
 }
-
-/// Parts of a module that hold its weights.
-const WEIGHTS: [&str; 9] = [
-    "weight",
-    "weight_packed",
-    "weight_scale",
-    "weight_scale_inv",
-    "weight_scale_2",
-    "weight_global_scale",
-    "weight_shape",
-    "weight_zero_point",
-    "weight_g_idx",
-];
 
 /// Parts of a module that say how its input or output is to be quantized.
 const ACTIVATIONS: [&str; 7] = [
@@ -69,7 +56,12 @@ const ACTIVATIONS: [&str; 7] = [
 /// Parts of an attention, or of its projections, that say how keys and values are to be quantized.
 const CACHE: [&str; 7] = ["k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "k_zero_point", "v_zero_point"];
 
-impl<'a> Parts<'a, '_> {
+impl<'a, 'b> Parts<'a, 'b> {
+    /// Those of `module`.
+    pub fn new(source: &'b Checkpoint<'a>, module: &'b str) -> Self {
+        Parts { source, module, read: RefCell::default() }
+    }
+
     /// The integers or small floats of an `[n, k]` module; `None` if its tensors are of another format.
     pub fn take(&self, n: usize, k: usize, claims: &Claims) -> Result<Option<Box<dyn Integers + 'a>>, ConvertError> {
         let packed = self.get("weight_packed");
@@ -105,9 +97,9 @@ impl<'a> Parts<'a, '_> {
         self.get("weight_packed").is_some() || self.get("weight").is_some_and(whole)
     }
 
-    /// Names of the tensors that [`take`](Self::take) uses.
-    pub fn names(&self) -> impl Iterator<Item = String> {
-        WEIGHTS.iter().map(|part| self.name(part))
+    /// Names of the tensors that [`take`](Self::take) read; others of the module have no place in its format.
+    pub fn names(self) -> BTreeSet<String> {
+        self.read.into_inner()
     }
 
     fn name(&self, part: &str) -> String {
@@ -115,8 +107,9 @@ impl<'a> Parts<'a, '_> {
     }
 
     fn get(&self, part: &str) -> Option<(String, &RawTensor<'a>)> {
-        let name = self.name(part);
-        self.source.tensors.get(&name).map(|raw| (name, raw))
+        let (name, raw) = self.source.tensors.get_key_value(&self.name(part))?;
+        self.read.borrow_mut().insert(name.clone());
+        Some((name.clone(), raw))
     }
 
     fn need(&self, part: &str) -> Result<(String, &RawTensor<'a>), ConvertError> {
@@ -130,6 +123,21 @@ impl<'a> Parts<'a, '_> {
     fn scales(&self, part: &str, n: usize, k: usize, claims: &Claims) -> Result<Grid<'a>, ConvertError> {
         let (name, raw) = self.need(part)?;
         Grid::new(&name, raw, Kind::of(&name, raw)?, n, k, claims)
+    }
+
+    /// Checks `weight_shape`, if it is there.
+    fn check_shape(&self, n: usize, k: usize) -> Result<(), ConvertError> {
+        self.get("weight_shape").map_or(Ok(()), |(name, raw)| packed::shape_says(&name, raw, n, k))
+    }
+
+    /// An error if there are zero-points of floats other than zeros, which early versions stored.
+    fn no_zeros(&self) -> Result<(), ConvertError> {
+        match self.get("weight_zero_point") {
+            Some((name, raw)) if raw.bytes.iter().any(|&b| b & 0x7f != 0) => {
+                Err(ConvertError::tensor(&name, "zero-points", "none, or zeros, for floats", "others"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// A single float.

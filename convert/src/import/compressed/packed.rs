@@ -134,9 +134,7 @@ impl<'a> Packed<'a> {
             return Err(ConvertError::tensor(&name, "shape", expected, format!("[{rows}, {cols}]")));
         }
         let packing = Packing::of(&name, cols, k, claims)?;
-        if let Some((name, raw)) = parts.get("weight_shape") {
-            shape_says(&name, raw, n, k)?;
-        }
+        parts.check_shape(n, k)?;
         let scales = parts.scales("weight_scale", n, k, claims)?;
         let index = match parts.get("weight_g_idx") {
             Some((name, raw)) if raw.bytes.iter().any(|&b| b != 0xff) => Index::new(&name, raw, k, scales.groups())?,
@@ -300,7 +298,7 @@ impl<'a> Zeros<'a> {
 }
 
 /// Checks `weight_shape`.
-fn shape_says(name: &str, raw: &RawTensor, n: usize, k: usize) -> Result<(), ConvertError> {
+pub(super) fn shape_says(name: &str, raw: &RawTensor, n: usize, k: usize) -> Result<(), ConvertError> {
     let said: Vec<i64> = match raw.dtype {
         Dtype::I64 => raw.bytes.chunks_exact(8).map(|b| b.iter().rev().fold(0, |v, &b| v << 8 | b as i64)).collect(),
         Dtype::I32 => raw.bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]) as i64).collect(),
