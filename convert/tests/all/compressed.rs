@@ -470,6 +470,8 @@ fn contradictions_of_packed_integers_are_named() {
     model("bits", |c, _| weights(c, "num_bits", json!(8)))
         .fails("64 codes of 8 bits, as config.json says, got 8 words");
     model("group", |c, _| weights(c, "group_size", json!(64))).fails("64 columns that config.json says");
+    model("symmetric", |c, _| weights(c, "symmetric", json!(true)))
+        .fails("zero-points: expected the middle code, as config.json says symmetric, got others");
     model("shape", |_, t| {
         let bytes = [64i64, 65].iter().flat_map(|d| d.to_le_bytes()).collect();
         put(t, format!("{Q}.weight_shape"), "I64", &[2], bytes);
@@ -535,6 +537,13 @@ fn contradictions_of_floats_are_named() {
     fp8("no-scale", &|_, t| drop(t.remove(&format!("{Q}.weight_scale_inv")))).fails("weight_scale is missing");
     fp8("blocks", &|c, _| c["quantization_config"]["weight_block_size"] = json!([64, 32]))
         .fails("blocks of 64 by 32 that config.json says");
+    for strategy in ["tensor", "channel"] {
+        fp8("strategy", &|c, _| {
+            let weights = json!({ "num_bits": 8, "type": "float", "symmetric": true, "strategy": strategy });
+            c["quantization_config"] = config_of("float-quantized", weights)["quantization_config"].clone();
+        })
+        .fails(&format!("expected one scale or [64], as config.json says {strategy}, got [2, 2]"));
+    }
     fp8("e5m2", &|_, t| {
         let (_, shape, bytes) = t[&format!("{Q}.weight")].clone();
         t.insert(format!("{Q}.weight"), ("F8_E5M2", shape, bytes));

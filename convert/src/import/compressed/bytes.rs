@@ -6,7 +6,10 @@
 use quern_models::{Mini, PANEL, ZeroKind};
 use rayon::prelude::*;
 
-use super::{Claims, Grid, Parts, misfit, packed::Zeros};
+use super::{
+    Claims, Grid, Parts, misfit,
+    packed::{Zeros, claimed_zeros},
+};
 use crate::{
     ConvertError,
     import::{Coding, IntShape, Integers, rows_of},
@@ -55,6 +58,7 @@ impl<'a> Bytes<'a> {
         let shape = IntShape { n, k, bits: 8, group, zero: ZeroKind::Mid, scale, coding };
         let mut bytes = Bytes { shape, bytes: raw.bytes, flip, scales, zeros };
         bytes.shape.zero = bytes.zeros.kind(&bytes);
+        claimed_zeros(parts, bytes.shape.zero, claims)?;
         Ok(bytes)
     }
 }

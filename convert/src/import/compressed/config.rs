@@ -15,6 +15,8 @@ pub struct Claims {
     pub group: Option<usize>,
     /// Rows and columns of a block.
     pub block: Option<[usize; 2]>,
+    /// What shares a scale: `tensor`, `channel`, `group`, `block`, ...
+    pub strategy: Option<String>,
     /// Zero is in the middle.
     pub symmetric: Option<bool>,
     /// Activations are to be quantized.
@@ -70,6 +72,7 @@ impl Claims {
             group: same(weights.iter().map(|w| w.get("group_size").and_then(size))),
             // Groups without one have scales a row or a tensor, which their shape tells.
             block: block.or(same(weights.iter().filter_map(|w| pair(w.get("block_structure"))).map(Some))),
+            strategy: same(weights.iter().map(|w| text(w, "strategy"))),
             symmetric: same(weights.iter().map(|w| w.get("symmetric").and_then(Value::as_bool))),
             activations: groups_of("input_activations") || groups_of("output_activations") || dynamic,
             cache: ["kv_cache_scheme", "kv_cache_quant_algo"]

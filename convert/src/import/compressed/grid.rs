@@ -85,6 +85,10 @@ impl<'a> Grid<'a> {
                     format!("blocks of {down} by {along} that {} says, if only by leaving the size out", claims.file);
                 return Err(wrong(format!("{by:?} for a [{n}, {k}] linear in {blocks}")));
             }
+            None if ["tensor", "channel"].iter().any(|s| claims.strategy.as_deref() == Some(s)) => {
+                let said = claims.strategy.as_deref().unwrap_or_default();
+                return Err(wrong(format!("one scale or [{n}], as {} says {said}", claims.file)));
+            }
             None => {
                 let rows = match stored {
                     1 => n,

@@ -170,6 +170,7 @@ impl<'a> Packed<'a> {
         let shape = IntShape { n, k, bits, group, zero: ZeroKind::Mid, scale, coding: Coding::Plain };
         let mut packed = Packed { shape, codes: Codes { words, packing }, scales, zeros, index };
         packed.shape.zero = packed.zeros.kind(&packed);
+        claimed_zeros(parts, packed.shape.zero, claims)?;
         Ok(packed)
     }
 
@@ -244,6 +245,15 @@ impl Integers for Packed<'_> {
             }
         }
     }
+}
+
+/// A tensor that the config calls symmetric has its zero in the middle.
+pub fn claimed_zeros(parts: &Parts, zero: ZeroKind, claims: &Claims) -> Result<(), ConvertError> {
+    if claims.symmetric == Some(true) && zero != ZeroKind::Mid {
+        let expected = format!("the middle code, as {} says symmetric", claims.file);
+        return Err(ConvertError::tensor(&parts.name("weight_zero_point"), "zero-points", expected, "others"));
+    }
+    Ok(())
 }
 
 impl<'a> Zeros<'a> {
