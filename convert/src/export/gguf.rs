@@ -272,7 +272,7 @@ fn tensor<'a>(item: &'a Item<'a>, arch: Arch) -> Result<Part<'a>, ConvertError> 
 
 /// The block type that holds a tensor of integers exactly.
 fn block(item: &Item) -> Result<Block, ConvertError> {
-    let refuse = |why: &str| Err(gptq::refuse(item, why, "export it with --to gptq or --to float"));
+    let refuse = |why: &str| Err(gptq::refuse(item, why, "export it with --to float, or GPTQ integers with --to gptq"));
     let Some(c) = item.coded() else { return refuse("--to gguf writes integers with one scale per group") };
     if item.ordered() {
         return refuse("GGUF has no order of columns (act-order)");

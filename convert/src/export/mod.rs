@@ -224,8 +224,9 @@ fn tensors<'a>(model: &Model<'a>, format: Format) -> Result<Tensors<'a>, Convert
     let quantization = match format {
         Format::Gptq(format) => gptq::config(&quantized, &floats, format, &tools),
         _ => {
-            let group = awq::group(&quantized)
-                .map_err(|(item, why)| gptq::refuse(item, &why, "export it with --to gptq or --to float"))?;
+            let group = awq::group(&quantized).map_err(|(item, why)| {
+                gptq::refuse(item, &why, "export it with --to float, or GPTQ integers with --to gptq")
+            })?;
             awq::config(group, &floats, &tools)
         }
     };

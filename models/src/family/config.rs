@@ -16,7 +16,9 @@ pub enum FamilyError {
         got: &'static str,
     },
     /// A family we do not read.
-    #[error("config.json: {key} {got:?} is not supported by this version (supported: {known})")]
+    #[error(
+        "config.json: {key} {got:?} is not supported by this version (supported: {known}); take a model of one of these, or a later version"
+    )]
     ModelType {
         /// `model_type`, where it stands.
         key: String,
