@@ -285,7 +285,11 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
     refused("models/llama3-rope", &[], &["--to", "gguf"], &["llama3", "original context 64", "--to float"]);
     refused("models/mistral", &[], &["--to", "gguf"], &["architecture llama, which has no window", "--to float"]);
     refused("models/gpt2", &[], &["--to", "gguf"], &["which has rope", "--to float"]);
-    let asym = ["model.layers.0.self_attn.q_proj is int4 g64 zero", "no f16 number", "--to float, or GPTQ integers with --to gptq"];
+    let asym = [
+        "model.layers.0.self_attn.q_proj is int4 g64 zero",
+        "no f16 number",
+        "--to float, or GPTQ integers with --to gptq",
+    ];
     refused("models/llama-gptq-w4-g64-asym", &[], &["--to", "gguf"], &asym);
     // The down projection has 96 columns, which 64 does not divide: its groups are 32.
     let groups = ["down_proj is int4 g32 sym", "one group for the whole model", "--to gptq"];
