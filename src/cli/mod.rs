@@ -170,18 +170,22 @@ fn positive(text: &str) -> Result<usize, String> {
 
 /// Opens a model file; the message names it once.
 pub fn open(path: &Path) -> Result<ModelFile, Box<dyn Error>> {
-    ModelFile::open(path).map_err(|e| match e {
-        FormatError::Io { .. } if path.is_dir() => not_yet(path, "a folder").into(),
-        FormatError::Io { .. } => e.into(),
-        FormatError::Magic { got } if got.starts_with(b"GGUF") => not_yet(path, "a GGUF file").into(),
-        e => format!("{}: {e}", path.display()).into(),
+    ModelFile::open(path).map_err(|e| match (checkpoint(path, &e), &e) {
+        (Some(text), _) => text.into(),
+        (None, FormatError::Io { .. }) => e.into(),
+        _ => format!("{}: {e}", path.display()).into(),
     })
 }
 
-/// What to do with a checkpoint that was taken for a model file.
-fn not_yet(path: &Path, what: &str) -> String {
+/// What to do with a checkpoint that was taken for a model file, if that is the error's reason.
+fn checkpoint(path: &Path, error: &FormatError) -> Option<String> {
+    let what = match error {
+        FormatError::Io { .. } if path.is_dir() => "a folder",
+        FormatError::Magic { got } if got.starts_with(b"GGUF") => "a GGUF file",
+        _ => return None,
+    };
     let shown = path.display();
-    format!("{shown}: expected a .qrn file, got {what}; convert it first: quern convert {shown}")
+    Some(format!("{shown}: expected a .qrn file, got {what}; convert it first: quern convert {shown}"))
 }
 
 /// Writes to stdout; a reader that went away (`quern info | head`) ends the program quietly.

@@ -34,6 +34,9 @@ pub enum RunError {
         /// What is wrong with it.
         source: FormatError,
     },
+    /// A checkpoint in place of a model file.
+    #[error("{0}")]
+    Checkpoint(String),
     /// The file can only be used by token ids.
     #[error("{}: the file has no tokenizer; convert the checkpoint again from a folder with tokenizer.json", path.display())]
     NoTokenizer {
@@ -138,7 +141,10 @@ struct Session<'a, G> {
 /// Runs the command.
 pub fn main(args: RunArgs) -> Result<(), RunError> {
     let start = Instant::now();
-    let file = ModelFile::open(&args.file).map_err(|source| RunError::File { path: args.file.clone(), source })?;
+    let file = ModelFile::open(&args.file).map_err(|source| match super::checkpoint(&args.file, &source) {
+        Some(text) => RunError::Checkpoint(text),
+        None => RunError::File { path: args.file.clone(), source },
+    })?;
     let generation = file.generation();
     let settings = Settings::new(&args, generation, file.spec().vocab)?;
     let json = file.tokenizer_json().ok_or_else(|| RunError::NoTokenizer { path: args.file.clone() })?;

@@ -190,11 +190,7 @@ impl Integers for Packed<'_> {
     }
 
     fn group_of(&self, col: usize) -> usize {
-        match &self.index {
-            Index::One => 0,
-            Index::Natural(group) => col / group,
-            Index::Ordered(_, index) | Index::Irregular(index) => index[col] as usize,
-        }
+        self.index.group_of(col)
     }
 
     fn scale(&self, row: usize, group: usize) -> f32 {

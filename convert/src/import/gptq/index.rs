@@ -1,7 +1,7 @@
 //! `g_idx`: which group a column belongs to.
 //!
-//! It alone says whether a tensor is in act-order; `desc_act` of the config does not (with `static_groups`
-//! the columns stay where they are).
+//! It alone says in which order columns are; `desc_act` of the config does not (with `static_groups` they stay
+//! where they are), but then the index must be there.
 
 use crate::{
     ConvertError,
@@ -22,6 +22,16 @@ pub enum Index {
 }
 
 impl Index {
+    /// Group of a column.
+    #[inline]
+    pub fn group_of(&self, col: usize) -> usize {
+        match self {
+            Index::One => 0,
+            Index::Natural(group) => col / group,
+            Index::Ordered(_, index) | Index::Irregular(index) => index[col] as usize,
+        }
+    }
+
     /// Reads the index of `k` columns in `groups` groups.
     pub fn new(name: &str, raw: &RawTensor, k: usize, groups: usize) -> Result<Index, ConvertError> {
         if raw.dtype != Dtype::I32 || raw.shape != [k as u64] {
