@@ -71,6 +71,14 @@ fn files_that_are_no_models_are_refused_by_every_command() {
     for args in commands(&text) {
         quern(&args).fails(&["notes.qrn", "not a .qrn file", "quern convert"]);
     }
+    // A checkpoint is what people try first.
+    let gguf = fixture("gguf/llama-f32/model.gguf");
+    let folder = fixture("models/llama");
+    for (source, what) in [(&gguf, "got a GGUF file"), (&folder, "got a folder")] {
+        for args in commands(source) {
+            quern(&args).fails(&["expected a .qrn file", what, "convert it first: quern convert"]);
+        }
+    }
     for args in commands(&empty) {
         quern(&args).fails(&["empty.qrn", "empty"]);
     }

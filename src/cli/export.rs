@@ -77,6 +77,8 @@ enum DtypeArg {
 
 /// Runs the command.
 pub fn main(args: ExportArgs) -> Result<(), Box<dyn Error>> {
+    // Says what to do with a checkpoint; the export itself opens the file again.
+    super::open(&args.file)?;
     let format = match (args.to, args.format, args.dtype) {
         (To::Gptq, format, None) => {
             Format::Gptq(if format == Some(FormatArg::GptqV2) { GptqFormat::V2 } else { GptqFormat::V1 })
