@@ -77,8 +77,6 @@ enum DtypeArg {
 
 /// Runs the command.
 pub fn main(args: ExportArgs) -> Result<(), Box<dyn Error>> {
-    // Says what to do with a checkpoint; the export itself opens the file again.
-    super::open(&args.file)?;
     let format = match (args.to, args.format, args.dtype) {
         (To::Gptq, format, None) => {
             Format::Gptq(if format == Some(FormatArg::GptqV2) { GptqFormat::V2 } else { GptqFormat::V1 })
@@ -95,6 +93,8 @@ pub fn main(args: ExportArgs) -> Result<(), Box<dyn Error>> {
     };
     let out = args.out.unwrap_or_else(|| name(&args.file, args.to).into());
     let options = ExportOptions { force: args.force, ..ExportOptions::new(format) };
+    // Says what to do with a checkpoint; the export itself opens the file again.
+    super::open(&args.file)?;
     let mut line = Line::new()?;
     let result = export(&args.file, &out, &options, &mut line);
     line.clear();
