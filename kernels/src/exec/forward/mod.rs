@@ -7,6 +7,7 @@
 
 mod angles;
 mod attention;
+mod head;
 mod linear;
 mod mlp;
 mod tensors;
@@ -17,7 +18,7 @@ use quern_models::{ModelFile, ModelSpec};
 
 use self::{
     angles::Angles,
-    linear::{Linear, PerThread},
+    linear::PerThread,
     tensors::{Input, LayerTensors, index},
 };
 use super::Plan;
@@ -212,38 +213,6 @@ impl Forward {
             // SAFETY: each row is written by one call only and read in later regions.
             unsafe { acts.write_row(isa, row, row_in) }
         });
-    }
-
-    /// Final norm and head of the rows that want logits.
-    fn head(&mut self, plan: &Plan) -> &mut [f32] {
-        let mut wanted = vec![];
-        let mut row = 0;
-        for c in &plan.chunks {
-            wanted.extend(row + c.output.from(c.tokens.len())..row + c.tokens.len());
-            row += c.tokens.len();
-        }
-        let vocab = self.spec().vocab;
-        self.bufs.logits.resize(wanted.len() * vocab, 0.0);
-        if wanted.is_empty() {
-            return &mut self.bufs.logits;
-        }
-        self.norm_into_acts(Readers::Head, Some(&wanted), wanted.len());
-        let w = self.file.view(self.head);
-        let out = Disjoint::new(&mut self.bufs.logits);
-        let store = |row: usize, at: usize, tile: &[f32]| {
-            // SAFETY: a unit writes its own panel of its own rows.
-            let to = unsafe { out.part(row * vocab + at..row * vocab + at + tile.len()) };
-            to.copy_from_slice(tile);
-        };
-        let mut run = Linear {
-            isa: self.isa,
-            mode: self.mode,
-            team: &self.team,
-            regions: &mut self.regions,
-            threads: &mut self.bufs.threads,
-        };
-        run.linears(std::slice::from_ref(&w), &self.bufs.acts, &store);
-        &mut self.bufs.logits
     }
 }
 
