@@ -14,7 +14,7 @@ use crate::{
         isa::Isa,
         linear::linear_panel,
     },
-    team::{Disjoint, Team, split},
+    team::{Disjoint, Team},
 };
 
 /// Most activation rows of one unit of a linear layer: what a panel's weights are unpacked for.
@@ -72,8 +72,8 @@ impl Linear<'_> {
         f: &(dyn Fn(usize, usize, Range<usize>) + Sync),
     ) {
         if m <= FEW_ROWS {
-            Forward::region(team, regions, &|t| split(panels, team.threads(), t).for_each(|p| f(t, p, 0..m)));
-            return;
+            *regions += 1;
+            return team.deal(panels, &|t, panel| f(t, panel, 0..m));
         }
         let chunks = m.div_ceil(ROWS);
         // Chunks of equal length rather than a short last one; starts stay multiples of MR.
