@@ -1,6 +1,7 @@
 //! How to compute a model: the scalar oracle, the CPU kernels and the executor.
 pub mod sample;
 
+pub mod cores;
 pub mod cpu;
 pub mod exec;
 pub mod reference;

@@ -162,3 +162,80 @@ fn parts_out_of_bounds_are_refused() {
     // SAFETY: one part only.
     unsafe { Disjoint::new(&mut x).part(3..11) };
 }
+
+#[test]
+fn items_and_parts_run_once_whatever_the_system_does() {
+    // Far more threads than cores, regions of next to no work: threads come late, in the middle or not at all.
+    for threads in [1, 2, 3, 16] {
+        let team = Team::new(threads);
+        let mut region = 0;
+        let mut items = vec![(0, 0); 97];
+        let mut parts = vec![0; threads];
+        let busy: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
+        for _ in 0..3000 {
+            region += 1;
+            let n = region * 7 % 98;
+            let places = Disjoint::new(&mut items);
+            team.deal(n, &|part, item| {
+                assert_eq!(busy[part].fetch_add(1, Relaxed), 0, "two calls of part {part} at once");
+                // SAFETY: an item runs once.
+                let place = &mut unsafe { places.part(item..item + 1) }[0];
+                *place = (region, place.1 + 1);
+                assert_eq!(busy[part].fetch_sub(1, Relaxed), 1);
+            });
+            // Not atomic: a call that comes late would show, in this region or in the next.
+            assert!(items[..n].iter().all(|&(last, _)| last == region));
+            let places = Disjoint::new(&mut parts);
+            team.run(&|part| {
+                // SAFETY: a part runs once.
+                let place = &mut unsafe { places.part(part..part + 1) }[0];
+                *place += 1;
+            });
+            assert!(parts.iter().all(|&count| count == region));
+        }
+        let expected: usize = (1..=3000).map(|region| region * 7 % 98).sum();
+        assert_eq!(items.iter().map(|&(_, count)| count).sum::<usize>(), expected);
+    }
+}
+
+#[test]
+fn a_share_whose_thread_is_held_up_is_taken_over() {
+    for threads in [2, 3, 5] {
+        let team = Team::new(threads);
+        for held in (0..20 * threads).map(|i| split(20, threads, i % threads).start) {
+            let done = AtomicUsize::new(0);
+            // Whoever gets the first item of a share waits for all others, the rest of that share among them.
+            team.deal(20, &|_, item| {
+                while item == held && done.load(Relaxed) < 19 {
+                    std::thread::yield_now();
+                }
+                done.fetch_add(1, Relaxed);
+            });
+            assert_eq!(done.load(Relaxed), 20);
+        }
+    }
+}
+
+#[test]
+fn a_panic_of_an_item_reaches_the_caller() {
+    for threads in [1, 2, 5] {
+        let team = Team::new(threads);
+        for culprit in [0, 6, 19] {
+            let done = AtomicUsize::new(0);
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                team.deal(20, &|_, item| {
+                    assert!(item != culprit, "item {item} fell");
+                    done.fetch_add(1, Relaxed);
+                });
+            }));
+            let message = result.expect_err("must panic");
+            assert_eq!(message.downcast_ref::<String>(), Some(&format!("item {culprit} fell")));
+            assert!(done.load(Relaxed) < 20);
+        }
+        let done = AtomicUsize::new(0);
+        team.deal(20, &|_, _| {
+            done.fetch_add(1, Relaxed);
+        });
+        assert_eq!(done.load(Relaxed), 20);
+    }
+}

@@ -18,7 +18,7 @@ use crate::sched::{KvPool, Scheduler};
 /// How an engine runs a model.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineOptions {
-    /// Threads; 0 takes every core this process may use.
+    /// Threads; 0 takes the fast physical cores that this process may use.
     pub threads: usize,
     /// Longest sequence, tokens; 0 takes the model's own, at most 4096.
     pub context: usize,

@@ -6,6 +6,7 @@ use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
 use super::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan, Ticket, forward::Forward};
 use crate::{
+    cores::default_threads,
     cpu::{
         acts::Mode,
         isa::Isa,
@@ -18,7 +19,7 @@ use crate::{
 /// How a model is run on the CPU.
 #[derive(Debug, Clone, Copy)]
 pub struct CpuOptions {
-    /// Threads; 0 takes every core this process may use.
+    /// Threads; 0 takes [`default_threads`].
     pub threads: usize,
     /// KV blocks of 16 tokens.
     pub blocks: usize,
@@ -45,7 +46,7 @@ impl CpuExecutor {
         let memory = ExecError::Memory { bytes, blocks: options.blocks };
         let kv = KvMemory::new(&layers, options.blocks, options.kv).ok_or(memory)?;
         let threads = match options.threads {
-            0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+            0 => default_threads(),
             n => n,
         };
         let isa = Isa::best();

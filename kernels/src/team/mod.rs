@@ -6,9 +6,7 @@
 //!
 //! A thread that the system gives no time must not hold up the rest. So a part belongs to a worker only once the
 //! worker has started it: the caller runs what nobody has started when it is done with its own. [`Team::deal`] goes
-//! further: what is left of a started share is taken over item by item. And a worker now and then offers its core to
-//! whoever waits for it, between two regions, where nobody waits for the worker; else the system would take the core
-//! away in the middle of an item.
+//! further: what is left of a share is taken over, down to the item that its thread is busy with.
 //!
 //! Regions of one team never overlap: [`Team::run`] takes a lock, so any number of threads may call it. A region
 //! cannot start another region, of this or of any team: that is a bug in the caller and panics.
@@ -50,6 +48,11 @@ impl Team {
         let cores = thread::available_parallelism().map_or(1, |n| n.get());
         // Spinning on a core that another thread of the team needs only delays that thread.
         let spins = if threads <= cores { SPINS } else { SPINS / 64 };
+        Team::with(threads, spins, Shared::work)
+    }
+
+    /// A team whose workers do `work`.
+    fn with(threads: usize, spins: usize, work: fn(&Shared, usize, usize)) -> Team {
         let shared = Arc::new(Shared {
             epoch: Line(AtomicUsize::new(0)),
             job: AtomicPtr::new(std::ptr::null_mut()),
@@ -60,7 +63,7 @@ impl Team {
         let mut workers = Vec::new();
         for part in 1..threads {
             let shared = shared.clone();
-            let worker = thread::Builder::new().name(format!("quern-{part}")).spawn(move || shared.work(part, spins));
+            let worker = thread::Builder::new().name(format!("quern-{part}")).spawn(move || work(&shared, part, spins));
             match worker {
                 Ok(worker) => workers.push(worker),
                 Err(_) => break,
@@ -207,7 +210,7 @@ impl Shared {
     fn work(&self, part: usize, spins: usize) {
         let _inside = InRegion::enter();
         let worker = &self.workers[part - 1].0;
-        let (mut seen, mut offered) = (0, Instant::now());
+        let mut seen = 0;
         loop {
             seen = self.await_epoch(worker, seen, spins);
             if self.stop.load(Ordering::Acquire) {
@@ -224,10 +227,6 @@ impl Shared {
                 self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
             }
             worker.state.store(seen.wrapping_add(DONE), Ordering::Release);
-            if offered.elapsed() > OFFER {
-                thread::yield_now();
-                offered = Instant::now();
-            }
         }
     }
 
@@ -256,9 +255,6 @@ const SPINS: usize = 2048;
 
 /// How long a waiter yields before it may park. Waking costs up to 0.6 ms, so parking must mean that the engine idles.
 const YIELD: Duration = Duration::from_millis(2);
-
-/// How often a worker offers its core. The system lets a thread run for some milliseconds when others wait.
-const OFFER: Duration = Duration::from_millis(1);
 
 /// The stages of waiting.
 struct Wait {
@@ -300,5 +296,42 @@ impl InRegion {
 impl Drop for InRegion {
     fn drop(&mut self) {
         IN_REGION.set(false);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A worker that gets no time until the end.
+    fn idle(shared: &Shared, _: usize, _: usize) {
+        while !shared.stop.load(Ordering::Acquire) {
+            thread::park();
+        }
+    }
+
+    #[test]
+    fn workers_that_get_no_time_hold_nobody_up() {
+        let team = Team::with(4, SPINS, idle);
+        assert_eq!(team.threads(), 4);
+        for region in 0..100 {
+            let (parts, items) = (Mutex::new(vec![]), Mutex::new(vec![]));
+            team.run(&|part| parts.lock().expect("no panic").push(part));
+            assert_eq!(*parts.lock().expect("no panic"), [0, 1, 2, 3]);
+            team.deal(region, &|part, item| items.lock().expect("no panic").push((part, item)));
+            let mut items = items.into_inner().expect("no panic");
+            items.sort();
+            assert_eq!(items, (0..region).map(|item| (0, item)).collect::<Vec<_>>());
+        }
+        // The caller's own panic lets it finish the parts of the others.
+        let count = AtomicUsize::new(0);
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            team.run(&|part| {
+                assert!(part != 0, "part 0 fell");
+                count.fetch_add(1, Ordering::Relaxed);
+            })
+        }));
+        assert!(result.is_err());
+        assert_eq!(count.into_inner(), 3);
     }
 }

@@ -7,6 +7,7 @@ use std::{error::Error, path::PathBuf, sync::Arc};
 
 use clap::Args;
 use quern_kernels::{
+    cores::default_threads,
     cpu::probe::read_bandwidth,
     exec::{CpuExecutor, CpuOptions},
     team::Team,
@@ -40,7 +41,7 @@ pub struct BenchArgs {
     /// Sequences that generate at the same time
     #[arg(short, long, value_delimiter = ',', default_value = "1", value_parser = batch)]
     batch: Vec<usize>,
-    /// Threads [default: all cores]
+    /// Threads [default: one per fast physical core that this process may use]
     #[arg(short, long, value_delimiter = ',', value_parser = threads)]
     threads: Vec<usize>,
     /// Measured repetitions of each test, after one that warms up
@@ -83,7 +84,7 @@ pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
         let blocks = tests.iter().map(Test::blocks).max().unwrap_or(1);
         let options = CpuOptions { threads, blocks, mode: args.activations.into(), kv: args.kv.into() };
         let mut executor = CpuExecutor::new(file.clone(), options)?;
-        let threads = if threads == 0 { std::thread::available_parallelism()?.get() } else { threads };
+        let threads = if threads == 0 { default_threads() } else { threads };
         for test in &tests {
             all.push(rows::measure(&mut executor, &file, *test, args.repetitions, threads, args.kv.into())?);
         }

@@ -15,6 +15,7 @@ use std::{
 };
 
 use quern_kernels::{
+    cores::default_threads,
     cpu::{acts::Mode, kv::BLOCK, kv::KvType},
     exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Output, Plan},
 };
@@ -96,7 +97,7 @@ pub struct Setting<'a> {
     pub task: &'a Task,
     /// Size of the vocabulary.
     pub vocab: usize,
-    /// Threads; 0: all cores.
+    /// Threads; 0: as many as the executor takes.
     pub threads: usize,
     /// Set by Ctrl-C.
     pub interrupted: &'a AtomicBool,
@@ -113,7 +114,7 @@ pub fn measure(
     progress: &mut Progress,
 ) -> Result<Vec<Vec<Score>>, Box<dyn Error>> {
     let Setting { task, vocab, threads, .. } = *setting;
-    let cores = if threads == 0 { std::thread::available_parallelism().map_or(1, |n| n.get()) } else { threads };
+    let cores = if threads == 0 { default_threads() } else { threads };
     let mut reference = match reference {
         None => None,
         Some(Reference::Saved(saved)) => Some(Ready::Saved(saved)),

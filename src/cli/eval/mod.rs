@@ -92,7 +92,7 @@ pub struct EvalArgs {
     /// Keys and values, instead of --modes [default: f16]
     #[arg(long, value_enum)]
     kv: Option<Kv>,
-    /// Threads [default: all cores]
+    /// Threads [default: one per fast physical core that this process may use]
     #[arg(short, long, value_parser = threads)]
     threads: Option<usize>,
 }

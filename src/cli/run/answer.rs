@@ -207,7 +207,8 @@ impl Answer {
 
     /// One line about the answer, and a second one where it is not complete.
     pub fn summary<G>(&self, session: &Session<'_, G>, load: Option<Duration>) -> String {
-        let load = load.map_or(String::new(), |load| format!("load {:.2} s | ", load.as_secs_f64()));
+        let load =
+            load.map_or(String::new(), |load| format!("{} | load {:.2} s | ", session.device, load.as_secs_f64()));
         let speed = |speed: Option<f64>| speed.map_or(String::new(), |speed| format!(", {speed:.1} tokens/s"));
         let mut line = format!(
             "[{load}first token {:.2} s | prompt {} tokens{} | answer {} tokens{}]",

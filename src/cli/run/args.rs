@@ -77,7 +77,7 @@ pub struct RunArgs {
     /// Tokens the context holds, prompt and answer [default: the model's, at most 4096]
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, help_heading = "Engine")]
     pub ctx: usize,
-    /// Threads [default: all cores]
+    /// Threads [default: one per fast physical core that this process may use]
     #[arg(short, long, value_name = "N", value_parser = threads, help_heading = "Engine")]
     pub threads: Option<usize>,
     /// Activations of integer weights

@@ -136,6 +136,8 @@ struct Session<'a, G> {
     /// Set by Ctrl-C.
     interrupted: Arc<AtomicBool>,
     load: Duration,
+    /// Numeric mode, instruction set and threads.
+    device: String,
 }
 
 /// Runs the command.
@@ -163,6 +165,7 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
     };
     let most_context = file.spec().max_context;
     let mut engine = Engine::new(Arc::new(file), options)?;
+    let device = engine.describe();
     let session = Session {
         engine: &mut engine,
         text: &text,
@@ -170,6 +173,7 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
         most_context,
         interrupted: Arc::default(),
         load: start.elapsed(),
+        device,
     };
     match run(session, &args) {
         // Whoever read the answer went away; there is nobody to tell.

@@ -103,6 +103,7 @@ impl Bench {
             most_context: 2000,
             interrupted: self.flag.clone(),
             load: Duration::from_millis(5),
+            device: "2 threads".into(),
         }
     }
 
@@ -189,6 +190,8 @@ fn limits_are_told_apart() {
     let got = bench.json("abc");
     assert_eq!((&got["finish_reason"], &got["text"]), (&json!("context"), &json!("ab")));
     let answer = answer::answer(&mut bench.session(), vec![67, 67, 67], |_| Ok(())).unwrap();
+    let start = answer.summary(&bench.session(), Some(Duration::from_millis(5)));
+    assert!(start.starts_with("[2 threads | load 0.01 s | first token"), "{start}");
     let summary = answer.summary(&bench.session(), None);
     assert!(
         summary.contains("3 prompt + 2 answer tokens of 5; the model was made for up to 2000; raise --ctx"),

@@ -62,8 +62,8 @@ impl Linear<'_> {
 
     /// Runs `f(thread, panel, rows)` so that every panel meets every row once.
     ///
-    /// Few rows: a contiguous share of the panels per thread, as the memory likes it. Many: units of
-    /// up to 64 rows, taken by whoever is free.
+    /// Few rows: a contiguous share of the panels per thread, as the memory likes it, and threads that are done
+    /// take over from others. Many: units of up to 64 rows, taken by whoever is free.
     pub fn units(
         team: &Team,
         regions: &mut usize,
