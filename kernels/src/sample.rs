@@ -12,9 +12,12 @@ use std::cmp::Ordering;
 
 mod noise;
 mod params;
+mod surveyed;
 
 pub use noise::gumbel;
+pub(crate) use noise::philox8;
 pub use params::{SampleError, SamplingParams};
+pub use surveyed::{Need, Scratch, Surveyed, choose_surveyed};
 
 /// A token and its logit, after penalties, bias and temperature.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -86,11 +89,16 @@ fn choose(
     history: History<'_>,
     position: u64,
 ) -> Result<u32, SampleError> {
-    penalize(logits, params, history);
+    penalize(logits, params, history, &mut Vec::new(), |_| ());
     for &(token, bias) in &params.logit_bias {
         let vocab = logits.len();
         *logits.get_mut(token as usize).ok_or(SampleError::BiasToken { token, vocab })? += bias;
     }
+    choose_penalized(logits, params, position)
+}
+
+/// What follows penalties and bias.
+fn choose_penalized(logits: &mut [f32], params: &SamplingParams, position: u64) -> Result<u32, SampleError> {
     let best =
         argmax(logits).ok_or_else(|| SampleError::NothingToChoose { vocab: logits.len(), nans: nans(logits) })?;
     let max = logits[best as usize];
@@ -98,34 +106,68 @@ fn choose(
     if params.is_greedy() || max == f32::INFINITY {
         return Ok(best);
     }
-    // Relative to the largest, so that a tiny temperature cannot overflow; NaN becomes unreachable.
-    let scale = 1.0 / params.temperature;
+    let scaled = Scaled::new(max, params);
     for logit in logits.iter_mut() {
-        *logit = if logit.is_nan() { f32::NEG_INFINITY } else { (*logit - max) * scale };
+        *logit = scaled.of(*logit);
     }
     let vocab = logits.len();
-    let top_k = if params.top_k == 0 { vocab } else { (params.top_k as usize).min(vocab) };
-    let floor = if params.min_p > 0.0 { params.min_p.ln() } else { f32::NEG_INFINITY };
+    let top_k = params.top_k_of(vocab);
     if top_k == vocab && params.top_p >= 1.0 {
-        let all = logits.iter().enumerate().filter(|&(_, &logit)| logit >= floor);
+        let all = logits.iter().enumerate().filter(|&(_, &logit)| logit >= scaled.floor);
         let all = all.map(|(token, &logit)| Candidate { token: token as u32, logit });
         return Ok(noise::draw(all, params.seed, position));
     }
     let kept = if params.top_p >= 1.0 { likeliest(logits, top_k) } else { nucleus(logits, top_k, params.top_p) };
-    let kept = kept.into_iter().filter(|c| c.logit >= floor);
-    Ok(noise::draw(kept, params.seed, position))
+    Ok(scaled.draw(kept, params, position))
+}
+
+/// Logits relative to the largest, so that a tiny temperature cannot overflow, over the temperature.
+#[derive(Clone, Copy)]
+struct Scaled {
+    max: f32,
+    scale: f32,
+    /// Scaled logits below it are less likely than min_p asks.
+    floor: f32,
+}
+
+impl Scaled {
+    fn new(max: f32, params: &SamplingParams) -> Scaled {
+        let floor = if params.min_p > 0.0 { params.min_p.ln() } else { f32::NEG_INFINITY };
+        Scaled { max, scale: params.scale(), floor }
+    }
+
+    /// NaN becomes unreachable.
+    fn of(self, logit: f32) -> f32 {
+        if logit.is_nan() { f32::NEG_INFINITY } else { (logit - self.max) * self.scale }
+    }
+
+    /// Draws from scaled candidates.
+    fn draw(self, kept: Vec<Candidate>, params: &SamplingParams, position: u64) -> u32 {
+        let mut draw = noise::Draw::new(params.seed, position);
+        kept.into_iter().filter(|c| c.logit >= self.floor).for_each(|c| draw.offer_single(c));
+        draw.token()
+    }
 }
 
 /// Repetition over prompt and output (Hugging Face's rule), presence and frequency over the output.
-fn penalize(logits: &mut [f32], params: &SamplingParams, history: History<'_>) {
-    let SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, .. } = *params;
-    if repetition_penalty == 1.0 && presence_penalty == 0.0 && frequency_penalty == 0.0 {
+///
+/// `uses` is room to count in, empty or all zeros before and all zeros after; `changed` gets the tokens whose logits
+/// were touched.
+fn penalize(
+    logits: &mut [f32],
+    params: &SamplingParams,
+    history: History<'_>,
+    uses: &mut Vec<u32>,
+    mut changed: impl FnMut(u32),
+) {
+    if !params.penalizes() {
         return;
     }
+    let SamplingParams { repetition_penalty, presence_penalty, frequency_penalty, .. } = *params;
     let skipped = params.penalty_last_n.map_or(0, |last| history.tokens.len().saturating_sub(last));
     let tokens = history.tokens.iter().enumerate().skip(skipped);
     // One more than how often the output has a token; 0: not seen, or done with.
-    let mut uses = vec![0u32; logits.len()];
+    uses.resize(logits.len(), 0);
     for (index, &token) in tokens.clone() {
         if let Some(uses) = uses.get_mut(token as usize) {
             *uses = (*uses).max(1) + u32::from(index >= history.prompt_len);
@@ -141,21 +183,30 @@ fn penalize(logits: &mut [f32], params: &SamplingParams, history: History<'_>) {
         if times > 0 {
             *logit -= presence_penalty + frequency_penalty * times as f32;
         }
+        changed(token);
     }
 }
 
 /// The smallest set of the `top_k` likeliest tokens that holds the share `top_p` of their
 /// probability, in any order; always at least one token.
 fn nucleus(logits: &[f32], top_k: usize, top_p: f32) -> Vec<Candidate> {
-    let mass = |candidates: &[Candidate]| candidates.iter().map(|c| f64::from(c.logit.exp())).sum::<f64>();
     let all = top_k == logits.len();
     // Usually a handful of tokens suffices.
     let mut kept = likeliest(logits, if all { FEW.min(top_k) } else { top_k });
     let total = if all { logits.iter().map(|&logit| f64::from(logit.exp())).sum() } else { mass(&kept) };
-    let mut missing = f64::from(top_p) * total;
+    let missing = f64::from(top_p) * total;
     if all && mass(&kept) < missing {
         kept = logits.iter().enumerate().map(|(token, &logit)| Candidate { token: token as u32, logit }).collect();
     }
+    cut(kept, missing)
+}
+
+fn mass(candidates: &[Candidate]) -> f64 {
+    candidates.iter().map(|c| f64::from(c.logit.exp())).sum()
+}
+
+/// The likeliest candidates that together hold the mass `missing`, or all; in any order, at least one if there is one.
+fn cut(mut kept: Vec<Candidate>, mut missing: f64) -> Vec<Candidate> {
     // Halving: `..start` is in, `end..` is out, and `start..end` holds the token that crosses the share.
     let (mut start, mut end) = (0, kept.len());
     while end - start > 1 {

@@ -8,7 +8,7 @@ use quern_kernels::{
     cpu::{acts::Mode, kv::KvType},
     exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Output, Plan},
     reference,
-    sample::SamplingParams,
+    sample::{History, SampleError, SamplingParams, sample},
 };
 use quern_models::{
     FileWriter, FloatType, Generation, Meta, ModelFile, Scheme, TensorPlan, ZeroKind,
@@ -149,6 +149,8 @@ fn made(name: &str, linear: Scheme, embed: Scheme, spec: ModelSpec) -> Arc<Model
             Scheme::Float(t) => {
                 let mean = if n == 1 && !plan.name.ends_with("_bias") { 1.0 } else { 0.0 };
                 let size = if n == 1 { 1.0 } else { size };
+                // A damaged model, by its name.
+                let mean = if name == "nan" && plan.name == "norm" { f32::NAN } else { mean };
                 (0..n * k).for_each(|_| t.push(mean + random() * size, &mut bytes))
             }
             Scheme::Int { bits, zero, scale, .. } => {
@@ -347,6 +349,87 @@ fn sampled_tokens_follow_the_logits_and_the_seed() {
     assert_ne!(ask(&warm), ask(&other));
 }
 
+/// The head keeps as little as each row needs; the tokens are those that whole rows of logits give.
+#[test]
+fn tokens_are_those_of_the_plain_sampler() {
+    let file = model("tokens", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    let tokens = tokens(20);
+    let logits = run(&mut executor(&file, Mode::Int8, KvType::F16, 2), &tokens, &[20], 0);
+    let greedy = SamplingParams::greedy();
+    let warm = SamplingParams { temperature: 2.0, seed: 5, ..greedy.clone() };
+    let kinds = [
+        (greedy.clone(), None),
+        (SamplingParams { frequency_penalty: 0.5, ..greedy.clone() }, None),
+        (warm.clone(), None),
+        (SamplingParams { top_k: 2, ..warm.clone() }, None),
+        (SamplingParams { top_k: 40, min_p: 0.1, ..warm.clone() }, None),
+        (SamplingParams { top_p: 0.8, ..warm.clone() }, None),
+        (SamplingParams { repetition_penalty: 1.3, logit_bias: vec![(129, 2.0)], ..warm }, None),
+        (greedy, Some(3)),
+    ];
+    let expected: Vec<Vec<_>> = kinds
+        .iter()
+        .map(|(params, logprobs)| {
+            let row = |i: usize| {
+                let history = History { tokens: &tokens[..=i], prompt_len: 4 };
+                let row = &mut logits[i * 130..(i + 1) * 130].to_vec();
+                sample(row, params, history, i as u64 + 1, *logprobs).unwrap()
+            };
+            (12..20).map(row).collect()
+        })
+        .collect();
+    for threads in 1..4 {
+        let mut executor = executor(&file, Mode::Int8, KvType::F16, threads);
+        let blocks: Vec<[u32; 2]> = (0..10).map(|i| [2 * i, 2 * i + 1]).collect();
+        let chunk = |i: usize, output| Chunk { tokens: &tokens, start: 0, blocks: &blocks[i], output };
+        let mut chunks: Vec<Chunk> = kinds
+            .iter()
+            .enumerate()
+            .map(|(i, (params, logprobs))| {
+                let (history, prompt_len, logprobs) = (&tokens[..], 4, *logprobs);
+                chunk(i, Output::Tokens { from: 12, params, history, prompt_len, logprobs })
+            })
+            .collect();
+        chunks.insert(3, chunk(8, Output::Logits { from: 18 }));
+        chunks.insert(5, chunk(9, Output::None));
+        let ticket = executor.submit(&Plan { chunks }).unwrap();
+        let mut outputs = executor.collect(ticket).unwrap();
+        assert!(matches!(outputs.remove(5), ChunkOutput::None));
+        match outputs.remove(3) {
+            ChunkOutput::Logits(rows) => assert_eq!(rows, logits[18 * 130..]),
+            other => panic!("{other:?}"),
+        }
+        for ((output, expected), kind) in outputs.into_iter().zip(&expected).zip(&kinds) {
+            match output {
+                ChunkOutput::Tokens(got) => assert_eq!(&got.unwrap(), expected, "{kind:?}, {threads} threads"),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_without_a_number_are_errors_of_their_chunk() {
+    let file = model("nan", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    let mut executor = executor(&file, Mode::Int8, KvType::F16, 2);
+    let greedy = SamplingParams::greedy();
+    let warm = SamplingParams { temperature: 1.0, ..greedy.clone() };
+    let chunk = |blocks, params| Chunk {
+        tokens: &[1, 2],
+        start: 0,
+        blocks,
+        output: Output::Tokens { from: 1, params, history: &[1, 2], prompt_len: 2, logprobs: None },
+    };
+    let plan = Plan { chunks: vec![chunk(&[0], &greedy), chunk(&[1], &warm), chunk(&[2], &greedy)] };
+    let ticket = executor.submit(&plan).unwrap();
+    for output in executor.collect(ticket).unwrap() {
+        match output {
+            ChunkOutput::Tokens(got) => assert_eq!(got, Err(SampleError::NothingToChoose { vocab: 130, nans: 130 })),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 #[test]
 fn a_cache_that_cannot_be_had_is_refused() {
     let file = model("memory", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
@@ -364,6 +447,13 @@ fn a_decoding_step_has_five_regions_a_layer() {
     let chunk = Chunk { tokens: &[1], start: 20, blocks: &[3, 8], output: Output::Logits { from: 0 } };
     executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
     assert_eq!(executor.regions() - before, 2 * 5 + 1);
+    for params in [SamplingParams::greedy(), SamplingParams { top_p: 0.9, ..SamplingParams::default() }] {
+        let before = executor.regions();
+        let output = Output::Tokens { from: 0, params: &params, history: &[1; 21], prompt_len: 20, logprobs: None };
+        let chunk = Chunk { tokens: &[1], start: 20, blocks: &[3, 8], output };
+        executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
+        assert_eq!(executor.regions() - before, 2 * 5 + 1, "{params:?}");
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //!
 //! Nothing here knows the engine.
 
+mod bpe;
 pub mod model;
 pub mod stream;
 pub mod template;

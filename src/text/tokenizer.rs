@@ -9,9 +9,12 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Once, OnceLock};
 
 use serde_json::Value;
-use tokenizers::ModelWrapper;
+use tokenizers::{
+    AddedVocabulary, DecoderWrapper, ModelWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper,
+    TokenizerImpl,
+};
 
-use super::printable;
+use super::{bpe::Bpe, printable};
 
 /// Why text and tokens could not be converted.
 #[derive(Debug, thiserror::Error)]
@@ -54,33 +57,78 @@ pub enum TokenizerError {
 
 /// A tokenizer.json, ready to use from any thread.
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    inner: Inner,
     /// The same, but special tokens in the text are ordinary text; built when first needed.
-    plain: OnceLock<Box<tokenizers::Tokenizer>>,
+    plain: OnceLock<Inner>,
     bytes: Bytes,
     /// One more than the highest token.
     vocab_size: usize,
+}
+
+/// The library with our model, or whole.
+#[derive(Clone)]
+enum Inner {
+    Compact(Box<Compact>),
+    Library(Box<tokenizers::Tokenizer>),
+}
+
+type Compact = TokenizerImpl<Bpe, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+
+/// The same expression on either; both offer the library's methods.
+macro_rules! either {
+    ($inner:expr, $t:ident => $do:expr) => {
+        match $inner {
+            Inner::Compact($t) => $do,
+            Inner::Library($t) => $do,
+        }
+    };
+}
+
+impl Inner {
+    fn from_json(json: &[u8]) -> tokenizers::Result<Inner> {
+        if let Ok(compact) = serde_json::from_slice::<Compact>(json) {
+            return Ok(Inner::Compact(Box::new(compact)));
+        }
+        let mut library = tokenizers::Tokenizer::from_bytes(json)?;
+        // A text has one tokenization; dropout is for training.
+        if let ModelWrapper::BPE(bpe) = library.get_model()
+            && bpe.dropout.is_some()
+        {
+            let mut bpe = bpe.clone();
+            bpe.dropout = None;
+            library.with_model(bpe);
+        }
+        Ok(Inner::Library(Box::new(library)))
+    }
+
+    fn added(&self) -> &AddedVocabulary {
+        either!(self, t => t.get_added_vocabulary())
+    }
+
+    /// One more than the highest token.
+    fn vocab_size(&self) -> usize {
+        let highest = match self {
+            Inner::Compact(t) => {
+                let added = self.added().get_vocab().values().map(|&id| id as usize + 1);
+                return added.fold(t.get_model().end(), usize::max);
+            }
+            Inner::Library(t) => t.get_vocab(true).into_values().max(),
+        };
+        highest.map_or(0, |highest| highest as usize + 1)
+    }
 }
 
 impl Tokenizer {
     /// Reads the bytes of a tokenizer.json.
     pub fn from_json(json: &[u8]) -> Result<Tokenizer, TokenizerError> {
         let unreadable = |reason: String| TokenizerError::Read { bytes: json.len(), reason };
-        let mut inner = caught(|| tokenizers::Tokenizer::from_bytes(json)).map_err(unreadable)?;
-        // A text has one tokenization; dropout is for training.
-        if let ModelWrapper::BPE(bpe) = inner.get_model()
-            && bpe.dropout.is_some()
-        {
-            let mut bpe = bpe.clone();
-            bpe.dropout = None;
-            inner.with_model(bpe);
-        }
+        let mut inner = caught(|| Inner::from_json(json)).map_err(unreadable)?;
         // Some files carry the truncation and padding that training happened to use.
-        inner.with_truncation(None).map_err(|e| unreadable(e.to_string()))?;
-        inner.with_padding(None);
-        let decoder = serde_json::to_value(inner.get_decoder()).map_err(|e| unreadable(e.to_string()))?;
-        let bytes = Bytes::from_decoder(&decoder)?;
-        let vocab_size = inner.get_vocab(true).values().max().map_or(0, |&highest| highest as usize + 1);
+        either!(&mut inner, t => t.with_truncation(None).map(drop)).map_err(|e| unreadable(e.to_string()))?;
+        either!(&mut inner, t => drop(t.with_padding(None)));
+        let decoder = either!(&inner, t => serde_json::to_value(t.get_decoder()));
+        let bytes = Bytes::from_decoder(&decoder.map_err(|e| unreadable(e.to_string()))?)?;
+        let vocab_size = inner.vocab_size();
         Ok(Tokenizer { inner, plain: OnceLock::new(), bytes, vocab_size })
     }
 
@@ -100,14 +148,14 @@ impl Tokenizer {
 
     /// The text of tokens, as the library decodes a whole text.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String, TokenizerError> {
-        caught(|| self.inner.decode(tokens, skip_special))
+        caught(|| either!(&self.inner, t => t.decode(tokens, skip_special)))
             .map_err(|reason| TokenizerError::Decode { tokens: tokens.len(), reason })
     }
 
     /// The bytes that a token stands for; special tokens: their text. `None`: no such token.
     pub fn token_bytes(&self, token: u32) -> Option<Vec<u8>> {
-        let text = self.inner.id_to_token(token)?;
-        if self.inner.get_added_vocabulary().get_added_tokens_decoder().get(&token).is_some_and(|added| {
+        let text = self.token_text(token)?;
+        if self.inner.added().get_added_tokens_decoder().get(&token).is_some_and(|added| {
             // Byte-level alphabets apply to the model's own tokens only.
             added.special || self.bytes.byte_level
         }) {
@@ -118,17 +166,17 @@ impl Tokenizer {
 
     /// Whether a token is marked special: a control token, not part of the text.
     pub fn is_special(&self, token: u32) -> bool {
-        self.inner.get_added_vocabulary().get_added_tokens_decoder().get(&token).is_some_and(|t| t.special)
+        self.inner.added().get_added_tokens_decoder().get(&token).is_some_and(|t| t.special)
     }
 
     /// The token with this text (in the vocabulary's own alphabet), e.g. `<|im_end|>`.
     pub fn id_of(&self, token: &str) -> Option<u32> {
-        self.inner.token_to_id(token)
+        either!(&self.inner, t => t.token_to_id(token))
     }
 
     /// The text of a token in the vocabulary's own alphabet.
     pub fn token_text(&self, token: u32) -> Option<String> {
-        self.inner.id_to_token(token)
+        either!(&self.inner, t => t.id_to_token(token))
     }
 
     /// One more than the highest token. A model may have more rows (padding) or fewer tokens.
@@ -146,12 +194,12 @@ impl Tokenizer {
         let tokenizer = match parse_special {
             true => &self.inner,
             false => self.plain.get_or_init(|| {
-                let mut plain = Box::new(self.inner.clone());
-                plain.set_encode_special_tokens(true);
+                let mut plain = self.inner.clone();
+                either!(&mut plain, t => t.set_encode_special_tokens(true));
                 plain
             }),
         };
-        let encoding = caught(|| tokenizer.encode_fast(text, add_special))
+        let encoding = caught(|| either!(tokenizer, t => t.encode_fast(text, add_special)))
             .map_err(|reason| TokenizerError::Encode { bytes: text.len(), reason })?;
         Ok(encoding.get_ids().to_vec())
     }
@@ -444,6 +492,17 @@ mod tests {
         let tokenizer = Tokenizer::from_json(json.to_string().as_bytes()).unwrap();
         let text = "once upon a time there was a tokenizer";
         assert_eq!(tokenizer.encode(text, true).unwrap(), tiny().encode(text, true).unwrap());
+    }
+
+    #[test]
+    fn ordinary_files_are_read_compactly() {
+        assert!(matches!(tiny().inner, Inner::Compact(_)));
+        assert!(matches!(sentencepiece(llama2_decoder()).unwrap().inner, Inner::Compact(_)));
+        let mut json: Value = serde_json::from_slice(&std::fs::read(TINY).unwrap()).unwrap();
+        json["model"]["end_of_word_suffix"] = "</w>".into();
+        let tokenizer = Tokenizer::from_json(json.to_string().as_bytes()).unwrap();
+        assert!(matches!(tokenizer.inner, Inner::Library(_)));
+        assert_eq!((tokenizer.vocab_size(), tokenizer.is_special(0)), (320, true));
     }
 
     #[test]

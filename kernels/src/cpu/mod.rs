@@ -19,3 +19,4 @@ mod neon;
 pub mod ops;
 pub mod probe;
 mod scalar;
+pub mod survey;

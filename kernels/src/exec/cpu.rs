@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
-use super::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan, Ticket, forward::Forward};
+use super::{ChunkOutput, ExecError, Executor, Output, Plan, Ticket, forward::Forward};
 use crate::{
     cores::default_threads,
     cpu::{
@@ -12,7 +12,6 @@ use crate::{
         isa::Isa,
         kv::{BLOCK, KvLayer, KvMemory, KvType},
     },
-    sample::{History, Sampled, sample},
     team::Team,
 };
 
@@ -108,13 +107,7 @@ impl CpuExecutor {
 impl Executor for CpuExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         self.check(plan)?;
-        let outputs = if plan.chunks.is_empty() {
-            vec![]
-        } else {
-            let vocab = self.forward.spec().vocab;
-            let mut logits = self.forward.step(plan);
-            plan.chunks.iter().map(|c| output(c, vocab, &mut logits)).collect()
-        };
+        let outputs = if plan.chunks.is_empty() { vec![] } else { self.forward.step(plan) };
         self.next += 1;
         self.ready.insert(self.next, outputs);
         Ok(Ticket(self.next))
@@ -136,27 +129,6 @@ impl Executor for CpuExecutor {
 
     fn describe(&self) -> String {
         self.forward.describe()
-    }
-}
-
-/// Turns the front of `logits` into what the chunk asked for, and moves past it.
-fn output(chunk: &Chunk, vocab: usize, logits: &mut &mut [f32]) -> ChunkOutput {
-    let rows = chunk.tokens.len() - chunk.output.from(chunk.tokens.len());
-    let (mine, rest) = std::mem::take(logits).split_at_mut(rows * vocab);
-    *logits = rest;
-    match &chunk.output {
-        Output::None => ChunkOutput::None,
-        Output::Logits { .. } => ChunkOutput::Logits(mine.to_vec()),
-        Output::Tokens { from, params, history, prompt_len, logprobs } => {
-            let choose = |(i, row): (usize, &mut [f32])| {
-                // The token after position p is at p + 1, and that is the length of its history.
-                let position = chunk.start + from + i + 1;
-                let history = History { tokens: &history[..position], prompt_len: *prompt_len };
-                sample(row, params, history, position as u64, *logprobs)
-            };
-            let tokens: Result<Vec<Sampled>, _> = mine.chunks_exact_mut(vocab).enumerate().map(choose).collect();
-            ChunkOutput::Tokens(tokens)
-        }
     }
 }
 

@@ -12,31 +12,68 @@ pub fn gumbel(seed: u64, position: u64, token: u32) -> f64 {
     gumbel_of(philox(seed, position, token / 4)[token as usize % 4])
 }
 
-/// `argmax(logit + noise)`; of equal sums the lower token wins.
+/// `argmax(logit + noise)` over candidates offered one by one, in any order; of equal sums the lower token wins.
 ///
-/// Candidates must not be empty. Hashing is cheap and logarithms are not, so a candidate's noise is
-/// computed only where a bound leaves it a chance; the result is that of the plain argmax.
-pub(super) fn draw(candidates: impl Iterator<Item = Candidate>, seed: u64, position: u64) -> u32 {
-    let mut best = (0, f64::NEG_INFINITY); // (token, sum)
-    let mut group = u32::MAX; // token / 16, which is never u32::MAX
-    let mut words = [[0; 4]; 4];
-    for Candidate { token, logit } in candidates {
-        if group != token / 16 {
-            group = token / 16;
+/// Hashing is cheap and logarithms are not, so a candidate's noise is computed only where a bound leaves it a
+/// chance; the result is that of the plain argmax.
+pub(super) struct Draw {
+    seed: u64,
+    position: u64,
+    /// Token and sum.
+    best: (u32, f64),
+    /// token / 16 of the words, which is never u32::MAX.
+    group: u32,
+    words: [[u32; 4]; 4],
+}
+
+impl Draw {
+    pub fn new(seed: u64, position: u64) -> Draw {
+        Draw { seed, position, best: (0, f64::NEG_INFINITY), group: u32::MAX, words: [[0; 4]; 4] }
+    }
+
+    /// The winner so far; 0 if there was no candidate.
+    pub fn token(&self) -> u32 {
+        self.best.0
+    }
+
+    /// The winner's logit and noise.
+    pub fn sum(&self) -> f64 {
+        self.best.1
+    }
+
+    /// A candidate whose neighbours are probably offered next.
+    pub fn offer(&mut self, Candidate { token, logit }: Candidate) {
+        if self.group != token / 16 {
+            self.group = token / 16;
             // Four at a time: a single one waits for its own multiplications.
-            words = [0, 1, 2, 3].map(|block| philox(seed, position, group * 4 + block));
+            self.words = [0, 1, 2, 3].map(|block| philox(self.seed, self.position, self.group * 4 + block));
         }
-        let x = words[token as usize / 4 % 4][token as usize % 4];
+        self.weigh(token, logit, self.words[token as usize / 4 % 4][token as usize % 4]);
+    }
+
+    /// A candidate from anywhere.
+    pub fn offer_single(&mut self, Candidate { token, logit }: Candidate) {
+        self.weigh(token, logit, philox(self.seed, self.position, token / 4)[token as usize % 4]);
+    }
+
+    #[inline]
+    fn weigh(&mut self, token: u32, logit: f32, x: u32) {
         let logit = f64::from(logit);
-        if beyond_hope(x, logit - best.1) {
-            continue;
+        if beyond_hope(x, logit - self.best.1) {
+            return;
         }
         let sum = logit + gumbel_of(x);
-        if sum > best.1 || (sum == best.1 && token < best.0) {
-            best = (token, sum);
+        if sum > self.best.1 || (sum == self.best.1 && token < self.best.0) {
+            self.best = (token, sum);
         }
     }
-    best.0
+}
+
+/// [`Draw`] over candidates in the order of their tokens.
+pub(super) fn draw(candidates: impl Iterator<Item = Candidate>, seed: u64, position: u64) -> u32 {
+    let mut draw = Draw::new(seed, position);
+    candidates.for_each(|c| draw.offer(c));
+    draw.token()
 }
 
 /// True only where `ahead + gumbel_of(x) < 0` is certain.
@@ -59,6 +96,30 @@ fn gumbel_of(x: u32) -> f64 {
     -(-u.ln()).ln()
 }
 
+/// Words of eight blocks from `block` on: `[j][i]` is word `j` of block `block + i`. Written for vectors.
+#[inline(always)]
+pub(crate) fn philox8(seed: u64, position: u64, block: u32) -> [[u32; 8]; 4] {
+    let product = |c: [u32; 8], m: u32| c.map(|c| u64::from(c) * u64::from(m));
+    let mixed = |p: [u64; 8], c: [u32; 8], k: u32| std::array::from_fn(|i| (p[i] >> 32) as u32 ^ c[i] ^ k);
+    let mut c = [
+        std::array::from_fn(|i| block.wrapping_add(i as u32)),
+        [position as u32; 8],
+        [(position >> 32) as u32; 8],
+        [0; 8],
+    ];
+    let mut k = [seed as u32, (seed >> 32) as u32];
+    for _ in 0..10 {
+        let (a, b) = (product(c[0], FACTORS[0]), product(c[2], FACTORS[1]));
+        c = [mixed(b, c[1], k[0]), b.map(|b| b as u32), mixed(a, c[3], k[1]), a.map(|a| a as u32)];
+        k = [k[0].wrapping_add(STEPS[0]), k[1].wrapping_add(STEPS[1])];
+    }
+    c
+}
+
+/// Factors of Philox's rounds, and steps of its key.
+const FACTORS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+const STEPS: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+
 /// Ten rounds of Philox4x32.
 fn philox(seed: u64, position: u64, block: u32) -> [u32; 4] {
     philox4x32_10([block, position as u32, (position >> 32) as u32, 0], [seed as u32, (seed >> 32) as u32])
@@ -66,10 +127,10 @@ fn philox(seed: u64, position: u64, block: u32) -> [u32; 4] {
 
 fn philox4x32_10(mut c: [u32; 4], mut k: [u32; 2]) -> [u32; 4] {
     for _ in 0..10 {
-        let a = u64::from(c[0]) * 0xD251_1F53;
-        let b = u64::from(c[2]) * 0xCD9E_8D57;
+        let a = u64::from(c[0]) * u64::from(FACTORS[0]);
+        let b = u64::from(c[2]) * u64::from(FACTORS[1]);
         c = [(b >> 32) as u32 ^ c[1] ^ k[0], b as u32, (a >> 32) as u32 ^ c[3] ^ k[1], a as u32];
-        k = [k[0].wrapping_add(0x9E37_79B9), k[1].wrapping_add(0xBB67_AE85)];
+        k = [k[0].wrapping_add(STEPS[0]), k[1].wrapping_add(STEPS[1])];
     }
     c
 }
@@ -87,6 +148,17 @@ mod tests {
             philox4x32_10([0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344], [0xa4093822, 0x299f31d0]),
             [0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1]
         );
+    }
+
+    #[test]
+    fn eight_blocks_are_eight_times_one() {
+        for (seed, position, block) in [(0, 0, 0), (u64::MAX / 5, 1 << 40 | 77, 12_345), (3, u64::MAX, u32::MAX - 3)] {
+            let eight = philox8(seed, position, block);
+            for i in 0..8u32 {
+                let one = philox(seed, position, block.wrapping_add(i));
+                assert_eq!([0, 1, 2, 3].map(|j| eight[j][i as usize]), one, "{seed} {position} {block} {i}");
+            }
+        }
     }
 
     #[test]
@@ -135,7 +207,10 @@ mod tests {
                     sum(a).total_cmp(&sum(b)).then(b.cmp(&a))
                 })
                 .unwrap();
-            assert_eq!(draw(all, 5, position), plain, "position {position}");
+            assert_eq!(draw(all.clone(), 5, position), plain, "position {position}");
+            let mut single = Draw::new(5, position);
+            all.rev().for_each(|c| single.offer_single(c));
+            assert_eq!(single.token(), plain, "position {position}");
         }
     }
 }

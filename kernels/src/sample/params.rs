@@ -53,6 +53,21 @@ impl SamplingParams {
         self.temperature < 1e-5
     }
 
+    /// One over the temperature.
+    pub(super) fn scale(&self) -> f32 {
+        1.0 / self.temperature
+    }
+
+    /// How many tokens top-k leaves of `vocab`.
+    pub(super) fn top_k_of(&self, vocab: usize) -> usize {
+        if self.top_k == 0 { vocab } else { (self.top_k as usize).min(vocab) }
+    }
+
+    /// Whether a penalty is on.
+    pub(super) fn penalizes(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
     /// Refuses values outside their range; call it once, at the edge.
     pub fn validate(&self) -> Result<(), SampleError> {
         let range = |name, value: f32, ok: bool, expected| match ok {

@@ -160,7 +160,7 @@ fn penalties_match_values_computed_by_hand() {
     let history = History { tokens: &[0, 1, 1, 2, 2], prompt_len: 2 };
     let apply = |params: SamplingParams| {
         let mut logits = [2.0, -2.0, 4.0, 1.0];
-        penalize(&mut logits, &params, history);
+        penalize(&mut logits, &params, history, &mut Vec::new(), |_| ());
         logits
     };
     let plain = SamplingParams::default();
@@ -179,7 +179,8 @@ fn penalties_match_values_computed_by_hand() {
 fn tokens_outside_the_row_are_not_penalized() {
     let history = History { tokens: &[7, 1], prompt_len: 0 };
     let mut logits = [1.0, 1.0];
-    penalize(&mut logits, &SamplingParams { presence_penalty: 1.0, ..SamplingParams::default() }, history);
+    let params = SamplingParams { presence_penalty: 1.0, ..SamplingParams::default() };
+    penalize(&mut logits, &params, history, &mut Vec::new(), |_| ());
     assert_eq!(logits, [1.0, 0.0]);
 }
 

@@ -1,29 +1,154 @@
-//! The end of a step: final norm and head of the rows that want logits.
+//! The end of a step: final norm and head of the rows that something is wanted of, and their tokens.
+//!
+//! What a row needs decides what the head's one region leaves of it: the likeliest token alone, logits with a survey
+//! of each panel of 64, or logits. Choosing from those is little work and runs on the calling thread.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use quern_models::PANEL;
 
 use super::{Forward, Readers, linear::Linear};
-use crate::{exec::Plan, team::Disjoint};
+use crate::{
+    cpu::{
+        lanes::Simd,
+        survey::{Ask, survey},
+    },
+    exec::{Chunk, ChunkOutput, Output, Plan},
+    sample::{History, Need, SampleError, Sampled, Scratch, Surveyed, choose_surveyed, sample},
+    team::Disjoint,
+};
+
+/// What the head leaves, kept between steps.
+#[derive(Default)]
+pub(super) struct Heads {
+    rows: Vec<Row>,
+    /// `[rows that keep them][vocab]`.
+    logits: Vec<f32>,
+    /// Surveys, `[rows that keep logits][panels]`.
+    max: Vec<f32>,
+    more: Vec<f32>,
+    scratch: Scratch,
+}
+
+/// A row of the head.
+struct Row {
+    /// Which row of the step.
+    from: usize,
+    need: Need,
+    /// Which row of the logits, if they are kept.
+    kept: Option<usize>,
+    best: Best,
+}
+
+/// The likeliest token, found by several threads: the larger logit, of equal ones the lower token.
+struct Best(AtomicU64);
+
+impl Best {
+    const NONE: u64 = 0;
+
+    /// Orders logits as numbers do (-0 as 0), and above [`Best::NONE`].
+    fn key(logit: f32) -> u64 {
+        let bits = (logit + 0.0).to_bits();
+        u64::from(if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }) << 32
+    }
+
+    /// Takes part with the tokens from `first` on, of which `max`, no NaN, is the largest logit.
+    fn offer(&self, max: f32, first: usize, logits: &[f32]) {
+        let key = Best::key(max);
+        // Equal logits: the lower half decides.
+        if max == f32::NEG_INFINITY || key | u64::from(u32::MAX) < self.0.load(Ordering::Relaxed) {
+            return;
+        }
+        let at = logits.iter().position(|&l| l == max).expect("max is one of them");
+        self.0.fetch_max(key | u64::from(!((first + at) as u32)), Ordering::Relaxed);
+    }
+
+    /// The token, and whether its logit is infinite.
+    fn token(&self) -> Option<(u32, bool)> {
+        let found = self.0.load(Ordering::Relaxed);
+        (found != Best::NONE).then(|| (!(found as u32), found >> 32 == Best::key(f32::INFINITY) >> 32))
+    }
+}
 
 impl Forward {
-    /// Final norm and head of the rows that want logits.
-    pub(super) fn head(&mut self, plan: &Plan) -> &mut [f32] {
-        let mut wanted = vec![];
-        let mut row = 0;
-        for c in &plan.chunks {
-            wanted.extend(row + c.output.from(c.tokens.len())..row + c.tokens.len());
-            row += c.tokens.len();
-        }
+    /// Final norm and head of the rows that want something, and what they give, in plan order.
+    pub(super) fn head(&mut self, plan: &Plan) -> Vec<ChunkOutput> {
         let vocab = self.spec().vocab;
-        self.bufs.logits.resize(wanted.len() * vocab, 0.0);
+        let mut rows = vec![];
+        let (mut row, mut kept) = (0, 0);
+        for chunk in &plan.chunks {
+            for i in chunk.output.from(chunk.tokens.len())..chunk.tokens.len() {
+                let need = match &chunk.output {
+                    Output::Tokens { params, logprobs, .. } => Need::of(params, vocab, position(chunk, i), *logprobs),
+                    Output::Logits { .. } | Output::None => Need::Logits,
+                };
+                let keeps = need != Need::Best;
+                rows.push(Row {
+                    from: row + i,
+                    need,
+                    kept: keeps.then_some(kept),
+                    best: Best(AtomicU64::new(Best::NONE)),
+                });
+                kept += usize::from(keeps);
+            }
+            row += chunk.tokens.len();
+        }
+        self.bufs.heads.rows = rows;
+        self.run_head(kept);
+        // Such a row is an error, and the message counts its NaN.
+        if self.bufs.heads.rows.iter().any(|r| r.need == Need::Best && r.best.token().is_none()) {
+            for (i, row) in self.bufs.heads.rows.iter_mut().enumerate() {
+                (row.need, row.kept) = (if row.need == Need::Best { Need::Logits } else { row.need }, Some(i));
+            }
+            self.run_head(self.bufs.heads.rows.len());
+        }
+        let (simd, heads) = (self.simd, &mut self.bufs.heads);
+        let mut first = 0;
+        let outputs = plan.chunks.iter().map(|chunk| {
+            let rows = first..first + chunk.tokens.len() - chunk.output.from(chunk.tokens.len());
+            first = rows.end;
+            match &chunk.output {
+                Output::None => ChunkOutput::None,
+                Output::Logits { .. } => ChunkOutput::Logits(heads.logits(rows, vocab)),
+                Output::Tokens { .. } => ChunkOutput::Tokens(
+                    rows.enumerate().map(|(i, row)| heads.choose(simd, row, chunk, i, vocab)).collect(),
+                ),
+            }
+        });
+        outputs.collect()
+    }
+
+    /// Norm and head of the rows; `kept` of them keep their logits.
+    fn run_head(&mut self, kept: usize) {
+        let vocab = self.spec().vocab;
+        let panels = vocab.div_ceil(PANEL);
+        let wanted: Vec<usize> = self.bufs.heads.rows.iter().map(|r| r.from).collect();
+        let heads = &mut self.bufs.heads;
+        heads.logits.resize(kept * vocab, 0.0);
+        heads.max.resize(kept * panels, 0.0);
+        heads.more.resize(kept * panels, 0.0);
         if wanted.is_empty() {
-            return &mut self.bufs.logits;
+            return;
         }
         self.norm_into_acts(Readers::Head, Some(&wanted), wanted.len());
         let w = self.file.view(self.head);
-        let out = Disjoint::new(&mut self.bufs.logits);
+        let Heads { rows, logits, max, more, .. } = &mut self.bufs.heads;
+        let (logits, max, more) = (Disjoint::new(logits), Disjoint::new(max), Disjoint::new(more));
+        let (simd, rows) = (self.simd, &*rows);
         let store = |row: usize, at: usize, tile: &[f32]| {
-            // SAFETY: a unit writes its own panel of its own rows.
-            let to = unsafe { out.part(row * vocab + at..row * vocab + at + tile.len()) };
+            let row = &rows[row];
+            let Some(kept) = row.kept else {
+                return row.best.offer(survey(simd, Ask::Max, at as u32, tile).max, at, tile);
+            };
+            // SAFETY: a unit writes its own panel of its own rows, here and below.
+            let to = unsafe { logits.part(kept * vocab + at..kept * vocab + at + tile.len()) };
             to.copy_from_slice(tile);
+            if let Need::Surveyed(ask) = row.need {
+                let (found, panel) = (survey(simd, ask, at as u32, tile), kept * panels + at / PANEL);
+                // SAFETY: as above.
+                let (max, more) = unsafe { (max.part(panel..panel + 1), more.part(panel..panel + 1)) };
+                (max[0], more[0]) = (found.max, found.more);
+            }
         };
         let mut run = Linear {
             isa: self.isa,
@@ -33,6 +158,52 @@ impl Forward {
             threads: &mut self.bufs.threads,
         };
         run.linears(std::slice::from_ref(&w), &self.bufs.acts, &store);
-        &mut self.bufs.logits
+    }
+}
+
+/// Position of the token that follows row `i` of a chunk: the length of its history.
+fn position(chunk: &Chunk, i: usize) -> u64 {
+    (chunk.start + i + 1) as u64
+}
+
+impl Heads {
+    /// Logits of rows that keep them, side by side.
+    fn logits(&mut self, rows: std::ops::Range<usize>, vocab: usize) -> Vec<f32> {
+        let Some(first) = self.rows[rows.clone()].first().and_then(|r| r.kept) else { return vec![] };
+        if first == 0 && rows.len() * vocab == self.logits.len() {
+            return std::mem::take(&mut self.logits);
+        }
+        self.logits[first * vocab..(first + rows.len()) * vocab].to_vec()
+    }
+
+    /// The token after the `i`-th wanted row of a chunk that wants tokens.
+    fn choose(
+        &mut self,
+        simd: Simd,
+        row: usize,
+        chunk: &Chunk,
+        i: usize,
+        vocab: usize,
+    ) -> Result<Sampled, SampleError> {
+        let Output::Tokens { from, params, history, prompt_len, logprobs } = &chunk.output else {
+            unreachable!("the caller matched it")
+        };
+        let position = position(chunk, from + i);
+        let history = History { tokens: &history[..position as usize], prompt_len: *prompt_len };
+        let row = &self.rows[row];
+        let plain = |token| Sampled { token, logprob: None, top: vec![] };
+        let Some(kept) = row.kept else {
+            return match row.best.token() {
+                Some((token, false)) => Ok(plain(token)),
+                Some((token, true)) => Err(SampleError::Infinite { token }),
+                None => unreachable!("head() computes such rows again"),
+            };
+        };
+        let panels = vocab.div_ceil(PANEL);
+        let logits = &mut self.logits[kept * vocab..(kept + 1) * vocab];
+        let Need::Surveyed(ask) = row.need else { return sample(logits, params, history, position, *logprobs) };
+        let surveys = kept * panels..(kept + 1) * panels;
+        let surveyed = Surveyed { logits, max: &mut self.max[surveys.clone()], more: &mut self.more[surveys] };
+        choose_surveyed(simd, ask, surveyed, params, history, position, &mut self.scratch).map(plain)
     }
 }

@@ -18,10 +18,11 @@ use quern_models::{ModelFile, ModelSpec};
 
 use self::{
     angles::Angles,
+    head::Heads,
     linear::PerThread,
     tensors::{Input, LayerTensors, index},
 };
-use super::Plan;
+use super::{ChunkOutput, Plan};
 use crate::{
     cpu::{
         acts::{Acts, Forms, Mode},
@@ -65,8 +66,7 @@ struct Buffers {
     acts: Acts,
     /// Input of the down projection.
     inner: Acts,
-    /// `[output rows][vocab]`.
-    logits: Vec<f32>,
+    heads: Heads,
     /// Per distinct rope: frequencies and `[m][head_dim / 2]` cosines and sines.
     angles: Vec<Angles>,
     /// One per thread.
@@ -128,8 +128,8 @@ impl Forward {
         format!("{acts} activations, {kv} KV, {isa}, {threads} thread{}", if threads == 1 { "" } else { "s" })
     }
 
-    /// Computes a checked plan; logits of the wanted rows, `[rows][vocab]`, in plan order.
-    pub(super) fn step(&mut self, plan: &Plan) -> &mut [f32] {
+    /// Computes a checked plan; one output per chunk, in plan order.
+    pub(super) fn step(&mut self, plan: &Plan) -> Vec<ChunkOutput> {
         let file = self.file.clone();
         let spec = file.spec();
         let m: usize = plan.chunks.iter().map(|c| c.tokens.len()).sum();

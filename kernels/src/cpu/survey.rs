@@ -1,0 +1,180 @@
+//! What a panel of logits holds, for a sampler that does not want to read the vocabulary again.
+//!
+//! The head computes 64 logits at a time. While they are at hand it notes their maximum and, where the request
+//! draws, one number more; [`crate::sample`] then looks only at panels that can matter. The numbers are bounds
+//! and approximations of known error, so the choice does not depend on them.
+
+use quern_models::PANEL;
+
+#[cfg(target_arch = "x86_64")]
+use super::ops::Avx2;
+use super::{
+    lanes::{Lanes, Simd, exp, greatest, sum},
+    ops::{Kind, Portable, on},
+};
+use crate::sample::philox8;
+
+/// What is noted besides the maximum.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Ask {
+    /// Nothing.
+    Max,
+    /// The largest `logit * scale + noise`, from above: less than 0.07 too much, unless one token is far ahead.
+    Noise {
+        /// One over the temperature.
+        scale: f32,
+        /// Of the request.
+        seed: u64,
+        /// Of the token that is drawn.
+        position: u64,
+    },
+    /// The sum of `e^((logit - maximum) * scale)`.
+    Mass {
+        /// One over the temperature.
+        scale: f32,
+    },
+}
+
+/// What was noted.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Found {
+    /// The largest logit; NaN is passed over.
+    pub max: f32,
+    /// What [`Ask`] says, else 0.
+    pub more: f32,
+}
+
+/// Surveys the panel that begins with token `first`, a multiple of 64; at most 64 logits.
+pub fn survey(simd: Simd, ask: Ask, first: u32, logits: &[f32]) -> Found {
+    let mut padded = [f32::NEG_INFINITY; PANEL];
+    let panel: &[f32; PANEL] = match logits.try_into() {
+        Ok(panel) => panel,
+        Err(_) => {
+            padded[..logits.len()].copy_from_slice(logits);
+            &padded
+        }
+    };
+    on!(simd, survey_in(ask: Ask, first: u32, panel: &[f32; PANEL]) -> Found)
+}
+
+/// # Safety
+/// The CPU can run `V`.
+#[inline(always)]
+unsafe fn survey_in<V: Lanes>(ask: Ask, first: u32, panel: &[f32; PANEL]) -> Found {
+    let (lanes, _) = panel.as_chunks::<8>();
+    // SAFETY: the caller's promise; `load` reads the 8 elements of a chunk.
+    unsafe {
+        // NaN gives way to the second operand.
+        let max = greatest(lanes.iter().fold(V::splat(f32::NEG_INFINITY), |m, x| V::load(x.as_ptr()).max(m)));
+        let more = match ask {
+            Ask::Max => 0.0,
+            Ask::Noise { scale, seed, position } => loudest(panel, first, scale, seed, position),
+            Ask::Mass { .. } if max == f32::NEG_INFINITY => 0.0,
+            Ask::Mass { scale } => {
+                let (least, max, scale) = (V::splat(f32::NEG_INFINITY), V::splat(max), V::splat(scale));
+                let share = |x: &[f32; 8]| exp(V::load(x.as_ptr()).max(least).sub(max).mul(scale));
+                sum(lanes.iter().fold(V::splat(0.0), |s, x| s.add(share(x))))
+            }
+        };
+        Found { max, more }
+    }
+}
+
+/// Upper bound of the largest `logit * scale + noise`.
+///
+/// The noise is `-ln(-ln(u))` with `u = (x + 0.5) / 2^32` for a random word `x`. With `w = 1 - u`, four terms of
+/// the series of `-ln(1 - w)` are below it, and the chords of the logarithm between powers of two, which are what
+/// the bits of a float read as an integer are, lie below the curve by at most 0.06 (natural units).
+#[inline(always)]
+fn loudest(panel: &[f32; PANEL], first: u32, scale: f32, seed: u64, position: u64) -> f32 {
+    let mut best = [f32::NEG_INFINITY; 8];
+    for half in 0..2 {
+        let block = first / 4 + half as u32 * 8;
+        for (j, words) in philox8(seed, position, block).iter().enumerate() {
+            let logits: [f32; 8] = std::array::from_fn(|i| panel[half * 32 + 4 * i + j]);
+            for i in 0..8 {
+                let w = ((!words[i] >> 1) as i32 as f32 + 0.25) * (1.0 / (1u32 << 31) as f32);
+                let y = w * (1.0 + w * (0.5 + w * (0.333_333_3 + w * 0.25)));
+                let log2 = y.to_bits() as i32 as f32 * (1.0 / (1u32 << 23) as f32) - 127.0;
+                let sum = logits[i] * scale - log2 * std::f32::consts::LN_2;
+                // False for NaN.
+                best[i] = if sum > best[i] { sum } else { best[i] };
+            }
+        }
+    }
+    best.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sample::gumbel;
+
+    /// Panels of several kinds: ordinary, flat, with NaN and infinities, short, huge.
+    fn panels() -> Vec<Vec<f32>> {
+        let wave = |len: usize, size: f32| (0..len).map(|i| ((i * 7919) % 613) as f32 * size - 3.0).collect::<Vec<_>>();
+        let mut odd = wave(64, 0.03);
+        (odd[3], odd[17], odd[40]) = (f32::NAN, f32::NEG_INFINITY, f32::NAN);
+        vec![wave(64, 0.02), wave(64, 0.0), odd, wave(1, 0.5), wave(37, 0.05), vec![f32::NAN; 64], wave(64, 1e30)]
+    }
+
+    #[test]
+    fn maxima_are_exact() {
+        for simd in Simd::available() {
+            for panel in panels() {
+                let max = panel.iter().copied().filter(|x| !x.is_nan()).fold(f32::NEG_INFINITY, f32::max);
+                for ask in [Ask::Max, Ask::Mass { scale: 1.0 }, Ask::Noise { scale: 1.0, seed: 1, position: 2 }] {
+                    assert_eq!(survey(simd, ask, 64, &panel).max, max, "{simd:?} {ask:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn noise_is_bounded_from_above_and_closely() {
+        for simd in Simd::available() {
+            for (round, panel) in (0..400).flat_map(|round| panels().into_iter().take(5).map(move |p| (round, p))) {
+                let (seed, position, first) = (u64::MAX / 3 * round, (1 << 33) + round, round as u32 * 64);
+                for scale in [1.0, 0.3, 20.0] {
+                    let sums = panel.iter().zip(first..).filter(|(l, _)| !l.is_nan());
+                    let sums = sums.map(|(&l, t)| f64::from(l) * f64::from(scale) + gumbel(seed, position, t));
+                    let exact = sums.fold(f64::NEG_INFINITY, f64::max);
+                    let got = f64::from(survey(simd, Ask::Noise { scale, seed, position }, first, &panel).more);
+                    // Noise far below zero, which wins only where one token is all, is bounded less closely.
+                    let close = if panel.len() == 64 && scale < 1.0 { 0.07 } else { 2.5 };
+                    assert!(got >= exact - 1e-4 && got <= exact + close, "{simd:?} {got} {exact}");
+                }
+            }
+            let nothing = survey(simd, Ask::Noise { scale: 1.0, seed: 0, position: 0 }, 0, &[f32::NAN; 64]);
+            assert_eq!(nothing.more, f32::NEG_INFINITY);
+        }
+    }
+
+    #[test]
+    fn extreme_words_are_bounded() {
+        // The bound of a word, as `loudest` computes it, against the noise that it stands for.
+        let bound = |x: u32| {
+            let w = ((!x >> 1) as i32 as f32 + 0.25) * (1.0 / (1u32 << 31) as f32);
+            let y = w * (1.0 + w * (0.5 + w * (0.333_333_3 + w * 0.25)));
+            -(y.to_bits() as i32 as f32 * (1.0 / (1u32 << 23) as f32) - 127.0) * std::f32::consts::LN_2
+        };
+        let exact = |x: u32| -(-((f64::from(x) + 0.5) / 4_294_967_296.0).ln()).ln();
+        for x in (0..2000).map(|i| u32::MAX - i).chain(0..2000).chain((0..100_000).map(|i| i * 42_949)) {
+            assert!(f64::from(bound(x)) >= exact(x) - 1e-4, "{x}: {} {}", bound(x), exact(x));
+        }
+    }
+
+    #[test]
+    fn masses_are_close() {
+        for simd in Simd::available() {
+            for panel in panels() {
+                for scale in [1.0, 0.1, 7.0] {
+                    let got = survey(simd, Ask::Mass { scale }, 0, &panel);
+                    let terms = panel.iter().filter(|l| !l.is_nan() && got.max > f32::NEG_INFINITY);
+                    let exact: f64 = terms.map(|&l| (f64::from(l - got.max) * f64::from(scale)).exp()).sum();
+                    assert!((f64::from(got.more) - exact).abs() <= 1e-5 * exact, "{simd:?} {got:?} {exact}");
+                }
+            }
+        }
+    }
+}
