@@ -15,7 +15,7 @@ mod params;
 mod surveyed;
 
 pub use noise::gumbel;
-pub(crate) use noise::philox8;
+pub(crate) use noise::philox16;
 pub use params::{SampleError, SamplingParams};
 pub use surveyed::{Need, Scratch, Surveyed, choose_surveyed};
 

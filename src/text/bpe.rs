@@ -311,7 +311,7 @@ impl<'de> Visitor<'de> for ReadMerges<'_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<(), A::Error> {
         let Tables { vocab, merges, .. } = self.0;
         merges.reserve(vocab.tokens);
-        let (mut pair, mut kind, mut rank) = (String::new(), None, 0);
+        let (mut pair, mut kind, mut rank, mut likely) = (String::new(), None, 0, 0);
         loop {
             pair.clear();
             let Some((middle, as_list)) = list.next_element_seed(ReadPair(&mut pair))? else { break };
@@ -320,8 +320,10 @@ impl<'de> Visitor<'de> for ReadMerges<'_> {
             }
             let id = |text: &str| vocab.id(text).ok_or_else(|| A::Error::custom("a merge of what is no token"));
             let (a, b) = (id(&pair[..middle])?, id(&pair[middle..])?);
-            merges.insert(u64::from(a) << 32 | u64::from(b), (rank, id(&pair)?));
-            rank += 1;
+            // Tokens are usually numbered in the order of the merges that make them.
+            let both = if vocab.text(likely) == Some(&pair) { likely } else { id(&pair)? };
+            merges.insert(u64::from(a) << 32 | u64::from(b), (rank, both));
+            (rank, likely) = (rank + 1, both.saturating_add(1));
         }
         Ok(())
     }

@@ -12,7 +12,7 @@ use super::{
     lanes::{Lanes, Simd, exp, greatest, sum},
     ops::{Kind, Portable, on},
 };
-use crate::sample::philox8;
+use crate::sample::philox16;
 
 /// What is noted besides the maximum.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -57,6 +57,35 @@ pub fn survey(simd: Simd, ask: Ask, first: u32, logits: &[f32]) -> Found {
     on!(simd, survey_in(ask: Ask, first: u32, panel: &[f32; PANEL]) -> Found)
 }
 
+/// Of a panel of at most 64 logits the sums of `e^x` with `x = (logit - max) * scale`, over all `x` greater than
+/// `than`, and over those and its equals.
+pub fn mass_beyond(simd: Simd, logits: &[f32], max: f32, scale: f32, than: f32) -> (f32, f32) {
+    on!(simd, mass_beyond_in(logits: &[f32], max: f32, scale: f32, than: f32) -> (f32, f32))
+}
+
+/// # Safety
+/// The CPU can run `V`.
+#[inline(always)]
+unsafe fn mass_beyond_in<V: Lanes>(logits: &[f32], max: f32, scale: f32, than: f32) -> (f32, f32) {
+    let (lanes, tail) = logits.as_chunks::<8>();
+    let mut rest = [f32::NEG_INFINITY; 8];
+    rest[..tail.len()].copy_from_slice(tail);
+    // SAFETY: the caller's promise; `load` reads the 8 elements of a chunk.
+    unsafe {
+        let (none, least) = (V::splat(0.0), V::splat(f32::NEG_INFINITY));
+        let (max, scale, than) = (V::splat(max), V::splat(scale), V::splat(than));
+        let (mut greater, mut all) = (none, none);
+        for x in lanes.iter().chain([&rest]) {
+            let x = V::load(x.as_ptr()).max(least).sub(max).mul(scale);
+            let share = exp(x);
+            // The sign of a difference of equals is positive.
+            greater = greater.add(than.sub(x).select(share, none));
+            all = all.add(x.sub(than).select(none, share));
+        }
+        (sum(greater), sum(all))
+    }
+}
+
 /// # Safety
 /// The CPU can run `V`.
 #[inline(always)]
@@ -68,7 +97,7 @@ unsafe fn survey_in<V: Lanes>(ask: Ask, first: u32, panel: &[f32; PANEL]) -> Fou
         let max = greatest(lanes.iter().fold(V::splat(f32::NEG_INFINITY), |m, x| V::load(x.as_ptr()).max(m)));
         let more = match ask {
             Ask::Max => 0.0,
-            Ask::Noise { scale, seed, position } => loudest(panel, first, scale, seed, position),
+            Ask::Noise { scale, seed, position } => loudest::<V>(panel, first, scale, seed, position),
             Ask::Mass { .. } if max == f32::NEG_INFINITY => 0.0,
             Ask::Mass { scale } => {
                 let (least, max, scale) = (V::splat(f32::NEG_INFINITY), V::splat(max), V::splat(scale));
@@ -85,24 +114,40 @@ unsafe fn survey_in<V: Lanes>(ask: Ask, first: u32, panel: &[f32; PANEL]) -> Fou
 /// The noise is `-ln(-ln(u))` with `u = (x + 0.5) / 2^32` for a random word `x`. With `w = 1 - u`, four terms of
 /// the series of `-ln(1 - w)` are below it, and the chords of the logarithm between powers of two, which are what
 /// the bits of a float read as an integer are, lie below the curve by at most 0.06 (natural units).
+///
+/// # Safety
+/// The CPU can run `V`.
 #[inline(always)]
-fn loudest(panel: &[f32; PANEL], first: u32, scale: f32, seed: u64, position: u64) -> f32 {
-    let mut best = [f32::NEG_INFINITY; 8];
-    for half in 0..2 {
-        let block = first / 4 + half as u32 * 8;
-        for (j, words) in philox8(seed, position, block).iter().enumerate() {
-            let logits: [f32; 8] = std::array::from_fn(|i| panel[half * 32 + 4 * i + j]);
-            for i in 0..8 {
-                let w = ((!words[i] >> 1) as i32 as f32 + 0.25) * (1.0 / (1u32 << 31) as f32);
-                let y = w * (1.0 + w * (0.5 + w * (0.333_333_3 + w * 0.25)));
-                let log2 = y.to_bits() as i32 as f32 * (1.0 / (1u32 << 23) as f32) - 127.0;
-                let sum = logits[i] * scale - log2 * std::f32::consts::LN_2;
-                // False for NaN.
-                best[i] = if sum > best[i] { sum } else { best[i] };
-            }
+unsafe fn loudest<V: Lanes>(panel: &[f32; PANEL], first: u32, scale: f32, seed: u64, position: u64) -> f32 {
+    let words = philox16(seed, position, first / 4);
+    // In the order of the words. Three plain loops: compilers make vectors of them, but not of one.
+    let mut logits = [[0.0; 16]; 4];
+    for i in 0..16 {
+        for j in 0..4 {
+            logits[j][i] = panel[4 * i + j];
         }
     }
-    best.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a })
+    let (words, logits) = (words.as_flattened(), logits.as_flattened());
+    let mut sums = [0.0; PANEL];
+    for i in 0..PANEL {
+        sums[i] = logits[i] * scale + noise_bound(words[i]);
+    }
+    let (sums, _) = sums.as_chunks::<8>();
+    // SAFETY: the caller's promise; `load` reads the 8 elements of a chunk.
+    let best = unsafe {
+        // NaN gives way to the second operand.
+        sums.iter().fold(V::splat(f32::NEG_INFINITY), |m, x| V::load(x.as_ptr()).max(m))
+    };
+    greatest(best)
+}
+
+/// Upper bound of the noise of a word.
+#[inline(always)]
+fn noise_bound(x: u32) -> f32 {
+    let w = ((!x >> 1) as i32 as f32 + 0.25) * (1.0 / (1u32 << 31) as f32);
+    let y = w * (1.0 + w * (0.5 + w * (0.333_333_3 + w * 0.25)));
+    let log2 = y.to_bits() as i32 as f32 * (1.0 / (1u32 << 23) as f32) - 127.0;
+    -log2 * std::f32::consts::LN_2
 }
 
 #[cfg(test)]
@@ -152,15 +197,32 @@ mod tests {
 
     #[test]
     fn extreme_words_are_bounded() {
-        // The bound of a word, as `loudest` computes it, against the noise that it stands for.
-        let bound = |x: u32| {
-            let w = ((!x >> 1) as i32 as f32 + 0.25) * (1.0 / (1u32 << 31) as f32);
-            let y = w * (1.0 + w * (0.5 + w * (0.333_333_3 + w * 0.25)));
-            -(y.to_bits() as i32 as f32 * (1.0 / (1u32 << 23) as f32) - 127.0) * std::f32::consts::LN_2
-        };
         let exact = |x: u32| -(-((f64::from(x) + 0.5) / 4_294_967_296.0).ln()).ln();
         for x in (0..2000).map(|i| u32::MAX - i).chain(0..2000).chain((0..100_000).map(|i| i * 42_949)) {
-            assert!(f64::from(bound(x)) >= exact(x) - 1e-4, "{x}: {} {}", bound(x), exact(x));
+            assert!(f64::from(noise_bound(x)) >= exact(x) - 1e-4, "{x}: {} {}", noise_bound(x), exact(x));
+        }
+    }
+
+    #[test]
+    fn masses_beyond_a_logit_are_close() {
+        for simd in Simd::available() {
+            for panel in panels() {
+                let scaled = |l: f32| (l - 2.0) * 0.7;
+                for than in panel.iter().copied().filter(|l| l.is_finite()).map(scaled).chain([-3.3, 100.0]) {
+                    let (greater, all) = mass_beyond(simd, &panel, 2.0, 0.7, than);
+                    let mass = |f: &dyn Fn(f32) -> bool| -> f64 {
+                        panel
+                            .iter()
+                            .map(|&l| scaled(l))
+                            .filter(|&x| f(x))
+                            .map(|x| f64::from(x.clamp(-87.0, 88.0)).exp())
+                            .sum()
+                    };
+                    for (got, exact) in [(greater, mass(&|x| x > than)), (all, mass(&|x| x >= than))] {
+                        assert!((f64::from(got) - exact).abs() <= 1e-5 * exact, "{simd:?} {than} {got} {exact}");
+                    }
+                }
+            }
         }
     }
 

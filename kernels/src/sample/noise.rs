@@ -96,24 +96,29 @@ fn gumbel_of(x: u32) -> f64 {
     -(-u.ln()).ln()
 }
 
-/// Words of eight blocks from `block` on: `[j][i]` is word `j` of block `block + i`. Written for vectors.
+/// Words of sixteen blocks from `block` on: `[j][i]` is word `j` of block `block + i`.
+///
+/// Written for vectors: words lie in 64-bit lanes whose upper halves may hold anything, as a widening product reads
+/// the lower ones only.
 #[inline(always)]
-pub(crate) fn philox8(seed: u64, position: u64, block: u32) -> [[u32; 8]; 4] {
-    let product = |c: [u32; 8], m: u32| c.map(|c| u64::from(c) * u64::from(m));
-    let mixed = |p: [u64; 8], c: [u32; 8], k: u32| std::array::from_fn(|i| (p[i] >> 32) as u32 ^ c[i] ^ k);
-    let mut c = [
-        std::array::from_fn(|i| block.wrapping_add(i as u32)),
-        [position as u32; 8],
-        [(position >> 32) as u32; 8],
-        [0; 8],
-    ];
-    let mut k = [seed as u32, (seed >> 32) as u32];
-    for _ in 0..10 {
-        let (a, b) = (product(c[0], FACTORS[0]), product(c[2], FACTORS[1]));
-        c = [mixed(b, c[1], k[0]), b.map(|b| b as u32), mixed(a, c[3], k[1]), a.map(|a| a as u32)];
-        k = [k[0].wrapping_add(STEPS[0]), k[1].wrapping_add(STEPS[1])];
+pub(crate) fn philox16(seed: u64, position: u64, block: u32) -> [[u32; 16]; 4] {
+    let keys: [[u64; 2]; 10] = std::array::from_fn(|round| {
+        let key = |half: u64, step: u32| u64::from((half as u32).wrapping_add(step.wrapping_mul(round as u32)));
+        [key(seed, STEPS[0]), key(seed >> 32, STEPS[1])]
+    });
+    let mut words = [[0; 16]; 4];
+    for i in 0..16 {
+        let mut c = [u64::from(block) + i as u64, position, position >> 32, 0];
+        for k in &keys {
+            let a = (c[0] & 0xFFFF_FFFF) * u64::from(FACTORS[0]);
+            let b = (c[2] & 0xFFFF_FFFF) * u64::from(FACTORS[1]);
+            c = [b >> 32 ^ c[1] ^ k[0], b, a >> 32 ^ c[3] ^ k[1], a];
+        }
+        for j in 0..4 {
+            words[j][i] = c[j] as u32;
+        }
     }
-    c
+    words
 }
 
 /// Factors of Philox's rounds, and steps of its key.
@@ -151,12 +156,12 @@ mod tests {
     }
 
     #[test]
-    fn eight_blocks_are_eight_times_one() {
+    fn sixteen_blocks_are_sixteen_times_one() {
         for (seed, position, block) in [(0, 0, 0), (u64::MAX / 5, 1 << 40 | 77, 12_345), (3, u64::MAX, u32::MAX - 3)] {
-            let eight = philox8(seed, position, block);
-            for i in 0..8u32 {
+            let all = philox16(seed, position, block);
+            for i in 0..16u32 {
                 let one = philox(seed, position, block.wrapping_add(i));
-                assert_eq!([0, 1, 2, 3].map(|j| eight[j][i as usize]), one, "{seed} {position} {block} {i}");
+                assert_eq!([0, 1, 2, 3].map(|j| all[j][i as usize]), one, "{seed} {position} {block} {i}");
             }
         }
     }

@@ -12,7 +12,7 @@ use super::{
 use crate::cpu::{
     lanes::Simd,
     ops,
-    survey::{Ask, survey},
+    survey::{Ask, mass_beyond, survey},
 };
 
 /// What a request wants to know of a row of logits.
@@ -94,12 +94,18 @@ pub fn choose_surveyed(
     }
     let scaled = Scaled::new(max, params);
     let chosen = match ask {
-        Ask::Noise { .. } => row.draw(simd, panel, scaled, params, position),
+        Ask::Noise { .. } => row.draw(simd, panel, scaled, params, position, None).map(|c| c.token),
         Ask::Max => row.top(params.top_k_of(vocab), scaled).map(|kept| {
             let kept = if params.top_p < 1.0 { cut_share(kept, params.top_p) } else { kept };
             scaled.draw(kept, params, position)
         }),
-        Ask::Mass { .. } => row.nucleus(params.top_p, scaled).map(|kept| scaled.draw(kept, params, position)),
+        Ask::Mass { .. } => {
+            let missing = f64::from(params.top_p) * row.mass(scaled);
+            match row.nucleus(missing, scaled) {
+                Some(kept) => Some(scaled.draw(kept, params, position)),
+                None => row.draw_and_check(simd, panel, scaled, params, position, missing),
+            }
+        }
     };
     match chosen {
         Some(token) => Ok(token),
@@ -152,7 +158,8 @@ impl Surveyed<'_> {
         Ok(())
     }
 
-    /// Draws from all tokens above the floor; `None` where the bounds of the panels cannot be trusted.
+    /// Draws from all tokens above the floor, or of those from the ones likelier than `than`; `None` where the bounds
+    /// of the panels cannot be trusted.
     ///
     /// A bound was computed from `logit * scale` without subtracting the maximum. Both roundings together are below
     /// 2^-21 of the larger product, for a token within 30 of the maximum; one farther away has no chance, because
@@ -164,7 +171,8 @@ impl Surveyed<'_> {
         scaled: Scaled,
         params: &SamplingParams,
         position: u64,
-    ) -> Option<u32> {
+        than: Option<Candidate>,
+    ) -> Option<Candidate> {
         let lifted = scaled.max * scaled.scale;
         if !lifted.is_finite() || !scaled.scale.is_finite() {
             return None;
@@ -174,19 +182,22 @@ impl Surveyed<'_> {
         let take = |draw: &mut Draw, panel: usize| {
             let first = (panel * PANEL) as u32;
             let all = (first..).zip(self.panel(panel)).map(|(token, &l)| Candidate { token, logit: scaled.of(l) });
-            all.filter(|c| c.logit >= scaled.floor).for_each(|c| draw.offer(c));
+            let all = all.filter(|c| c.logit >= scaled.floor);
+            all.filter(|c| than.is_none_or(|t| likelier(c, &t).is_lt())).for_each(|c| draw.offer(c));
         };
         // The panels that probably and certainly have something to offer.
         let loudest = ops::argmax(simd, self.more);
         take(&mut draw, loudest);
         take(&mut draw, likeliest);
+        let floor = than.map_or(scaled.floor, |t| t.logit.max(scaled.floor));
         for (panel, (&more, &max)) in self.more.iter().zip(self.max.iter()).enumerate() {
             let bound = f64::from(more) - f64::from(lifted) + slack;
-            if bound >= draw.sum() && panel != loudest && panel != likeliest && scaled.of(max) >= scaled.floor {
+            if bound >= draw.sum() && panel != loudest && panel != likeliest && scaled.of(max) >= floor {
                 take(&mut draw, panel);
             }
         }
-        Some(draw.token())
+        let token = draw.token();
+        Some(Candidate { token, logit: scaled.of(self.logits[token as usize]) })
     }
 
     /// The `count` likeliest tokens, scaled, likeliest first; `None` where there are too few panels to tell.
@@ -217,26 +228,63 @@ impl Surveyed<'_> {
         Some(kept)
     }
 
-    /// The likeliest tokens that hold the share `top_p` of the probability of all; `None` if it is too close to tell.
-    fn nucleus(&self, top_p: f32, scaled: Scaled) -> Option<Vec<Candidate>> {
+    /// The mass of all tokens, within [`TOLERANCE`].
+    fn mass(&self, scaled: Scaled) -> f64 {
         let shares = self.max.iter().zip(self.more.iter()).map(|(&max, &more)| match scaled.of(max) {
             // All panels of a vocabulary that is this far away hold less than the tolerance.
             far if far < -40.0 => 0.0,
             near => f64::from(more) * f64::from(near.exp()),
         });
-        let missing = f64::from(top_p) * shares.sum::<f64>();
-        let (least, most) = (missing * (1.0 - TOLERANCE), missing * (1.0 + TOLERANCE));
-        for count in [FEW, 8 * FEW] {
-            let mut kept = self.top(count, scaled)?;
-            let mut held = 0.0;
-            for i in 0..kept.len() {
-                held += f64::from(kept[i].logit.exp());
-                // What was held before is less than is missing by any reckoning.
-                if held >= least {
-                    kept.truncate(i + 1);
-                    return (held >= most).then_some(kept);
-                }
+        shares.sum()
+    }
+
+    /// The likeliest tokens that hold the mass `missing`, itself within [`TOLERANCE`]; `None` if they are many, or if
+    /// it is too close to tell.
+    fn nucleus(&self, missing: f64, scaled: Scaled) -> Option<Vec<Candidate>> {
+        let mut kept = self.top(FEW, scaled)?;
+        let mut held = 0.0;
+        for i in 0..kept.len() {
+            held += f64::from(kept[i].logit.exp());
+            // What was held before is less than is missing by any reckoning.
+            if held >= missing * (1.0 - TOLERANCE) {
+                kept.truncate(i + 1);
+                return (held >= missing * (1.0 + TOLERANCE)).then_some(kept);
             }
+        }
+        None
+    }
+
+    /// Draws from the nucleus without finding it: a token belongs to it if the likelier ones hold less than `missing`.
+    /// One that does not rules out every token that is less likely. `None` if it is too close to tell.
+    fn draw_and_check(
+        &mut self,
+        simd: Simd,
+        likeliest: usize,
+        scaled: Scaled,
+        params: &SamplingParams,
+        position: u64,
+        missing: f64,
+    ) -> Option<u32> {
+        let ask = Ask::Noise { scale: scaled.scale, seed: params.seed, position };
+        for panel in 0..self.max.len() {
+            self.more[panel] = survey(simd, ask, (panel * PANEL) as u32, self.panel(panel)).more;
+        }
+        let mut than = None;
+        for _ in 0..DRAWS {
+            let drawn = self.draw(simd, likeliest, scaled, params, position, than)?;
+            let (mut least, mut most) = (0.0, -f64::from(drawn.logit.exp()));
+            for (panel, _) in self.max.iter().enumerate().filter(|&(_, &max)| scaled.of(max) >= drawn.logit) {
+                let held = mass_beyond(simd, self.panel(panel), scaled.max, scaled.scale, drawn.logit);
+                least += f64::from(held.0);
+                most += f64::from(held.1);
+            }
+            if most * (1.0 + TOLERANCE) < missing * (1.0 - TOLERANCE) {
+                return Some(drawn.token);
+            }
+            if least * (1.0 - TOLERANCE) <= missing * (1.0 + TOLERANCE) {
+                return None;
+            }
+            than = Some(drawn);
         }
         None
     }
@@ -244,6 +292,10 @@ impl Surveyed<'_> {
 
 /// Tokens among which the nucleus is looked for first.
 const FEW: usize = 64;
+
+/// Draws that may miss the nucleus. Each misses with the probability that it leaves out; where that is most of all,
+/// the nucleus is small and was found.
+const DRAWS: usize = 32;
 
 /// Relative error of the mass of all tokens, from above: of what is summed here against the sum that `nucleus`
 /// takes. Arguments of the exponentials are rounded twice in each, by at most 2^-23 of at most 25 (what lies
@@ -363,11 +415,39 @@ mod tests {
             let row = Surveyed { logits: &mut logits, max: &mut max, more: &mut more };
             let found = match ask {
                 Ask::Max => row.top(40, scaled).map(|kept| kept.len()),
-                Ask::Mass { .. } => row.nucleus(p.top_p, scaled).map(|kept| kept.len()),
-                Ask::Noise { .. } => row.draw(Simd::PORTABLE, best, scaled, &p, 5).map(|token| token as usize),
+                Ask::Mass { .. } => {
+                    let missing = f64::from(p.top_p) * row.mass(scaled);
+                    row.nucleus(missing, scaled).map(|kept| kept.len())
+                }
+                Ask::Noise { .. } => row.draw(Simd::PORTABLE, best, scaled, &p, 5, None).map(|c| c.token as usize),
             };
             assert!(found.is_some(), "{p:?}");
         }
+    }
+
+    #[test]
+    fn a_wide_nucleus_is_not_built() {
+        let mut dice = Dice(9);
+        let logits: Vec<f32> = (0..50_000).map(|_| dice.bell() * 2.0).collect();
+        let (mut told, mut rounds) = (0, 0);
+        for top_p in [0.5, 0.95] {
+            for position in 0..20 {
+                let p = SamplingParams { top_p, ..SamplingParams::default() };
+                let (mut max, mut more) = surveyed(Simd::PORTABLE, Ask::Mass { scale: 1.0 }, &logits);
+                let best = ops::argmax(Simd::PORTABLE, &max);
+                let scaled = Scaled::new(max[best], &p);
+                let mut copy = logits.clone();
+                let mut row = Surveyed { logits: &mut copy, max: &mut max, more: &mut more };
+                let missing = f64::from(top_p) * row.mass(scaled);
+                assert!(row.nucleus(missing, scaled).is_none());
+                let token = row.draw_and_check(Simd::PORTABLE, best, scaled, &p, position, missing);
+                rounds += 1;
+                told += usize::from(token.is_some());
+                let plain = sample(&mut logits.clone(), &p, History { tokens: &[], prompt_len: 0 }, position, None);
+                assert!(token.is_none_or(|token| token == plain.unwrap().token), "{top_p} {position}");
+            }
+        }
+        assert!(told > rounds * 9 / 10, "{told} of {rounds}");
     }
 
     #[test]
