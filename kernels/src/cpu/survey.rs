@@ -118,6 +118,7 @@ unsafe fn survey_in<V: Lanes>(ask: Ask, first: u32, panel: &[f32; PANEL]) -> Fou
 /// # Safety
 /// The CPU can run `V`.
 #[inline(always)]
+#[allow(clippy::needless_range_loop)]
 unsafe fn loudest<V: Lanes>(panel: &[f32; PANEL], first: u32, scale: f32, seed: u64, position: u64) -> f32 {
     let words = philox16(seed, position, first / 4);
     // In the order of the words. Three plain loops: compilers make vectors of them, but not of one.
@@ -206,10 +207,10 @@ mod tests {
     #[test]
     fn masses_beyond_a_logit_are_close() {
         for simd in Simd::available() {
-            for panel in panels() {
-                let scaled = |l: f32| (l - 2.0) * 0.7;
-                for than in panel.iter().copied().filter(|l| l.is_finite()).map(scaled).chain([-3.3, 100.0]) {
-                    let (greater, all) = mass_beyond(simd, &panel, 2.0, 0.7, than);
+            for panel in panels().into_iter().take(6) {
+                let scaled = |l: f32| (l - 30.0) * 0.7;
+                for than in panel.iter().copied().filter(|l| l.is_finite()).map(scaled).chain([-25.3, 0.0]) {
+                    let (greater, all) = mass_beyond(simd, &panel, 30.0, 0.7, than);
                     let mass = |f: &dyn Fn(f32) -> bool| -> f64 {
                         panel
                             .iter()

@@ -101,6 +101,7 @@ fn gumbel_of(x: u32) -> f64 {
 /// Written for vectors: words lie in 64-bit lanes whose upper halves may hold anything, as a widening product reads
 /// the lower ones only.
 #[inline(always)]
+#[allow(clippy::needless_range_loop)]
 pub(crate) fn philox16(seed: u64, position: u64, block: u32) -> [[u32; 16]; 4] {
     let keys: [[u64; 2]; 10] = std::array::from_fn(|round| {
         let key = |half: u64, step: u32| u64::from((half as u32).wrapping_add(step.wrapping_mul(round as u32)));
