@@ -332,6 +332,7 @@ impl Int8 {
 
     /// Start values of the sums of rows `row..` in block `b`.
     #[inline]
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     pub(crate) fn middle_ptr(&self, row: usize, b: usize) -> *const i32 {
         self.middles.ptr().wrapping_add(b * self.m + row)
     }

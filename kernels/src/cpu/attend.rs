@@ -16,6 +16,8 @@ use std::ops::Range;
 use super::kv::{KvMemory, KvType};
 #[cfg(target_arch = "x86_64")]
 use super::lanes::Avx2;
+#[cfg(target_arch = "aarch64")]
+use super::lanes::Neon;
 use super::lanes::{Kind, Portable, Simd};
 use crate::team::{Disjoint, Team, split as share};
 use loops::{Element, Half, Loops, Single};
@@ -286,8 +288,12 @@ pub unsafe fn attend_rows(
             (Kind::Portable, KvType::F32) => whole::<Portable, Single>(&g, scratch, &mut row),
             #[cfg(target_arch = "x86_64")]
             (Kind::Avx2, KvType::F16) => whole::<Avx2, Half>(&g, scratch, &mut row),
+            #[cfg(target_arch = "aarch64")]
+            (Kind::Neon, KvType::F16) => whole::<Neon, Half>(&g, scratch, &mut row),
             #[cfg(target_arch = "x86_64")]
             (Kind::Avx2, KvType::F32) => whole::<Avx2, Single>(&g, scratch, &mut row),
+            #[cfg(target_arch = "aarch64")]
+            (Kind::Neon, KvType::F32) => whole::<Neon, Single>(&g, scratch, &mut row),
         }
     }
 }
@@ -327,8 +333,12 @@ pub unsafe fn attend_split(
             (Kind::Portable, KvType::F32) => part::<Portable, Single>(&g, scratch, split, &mut slot),
             #[cfg(target_arch = "x86_64")]
             (Kind::Avx2, KvType::F16) => part::<Avx2, Half>(&g, scratch, split, &mut slot),
+            #[cfg(target_arch = "aarch64")]
+            (Kind::Neon, KvType::F16) => part::<Neon, Half>(&g, scratch, split, &mut slot),
             #[cfg(target_arch = "x86_64")]
             (Kind::Avx2, KvType::F32) => part::<Avx2, Single>(&g, scratch, split, &mut slot),
+            #[cfg(target_arch = "aarch64")]
+            (Kind::Neon, KvType::F32) => part::<Neon, Single>(&g, scratch, split, &mut slot),
         }
     }
 }
@@ -353,6 +363,8 @@ pub fn merge(simd: Simd, partials: &[f32], out: &mut [f32]) {
             Kind::Portable => merge_in::<Portable>(partials, out),
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => merge_in::<Avx2>(partials, out),
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon => merge_in::<Neon>(partials, out),
         }
     }
 }

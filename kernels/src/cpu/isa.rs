@@ -21,6 +21,8 @@ pub enum Level {
     Avx512,
     /// Armv8 NEON with dot products.
     Neon,
+    /// The above and matrix multiplication of bytes.
+    NeonI8mm,
 }
 
 /// int8 quantization of one block: `x` is a whole block, quads go to `to`, `step` bytes apart.
@@ -39,7 +41,7 @@ pub struct Isa {
     pub name: &'static str,
     /// For other modules' own tables.
     pub level: Level,
-    /// Whether these kernels ever ran on real hardware; [`Isa::best`] takes no other.
+    /// Whether our tests ran these kernels, on hardware or emulated; [`Isa::best`] takes no other.
     pub executed: bool,
     pub(crate) detected: fn() -> bool,
     pub(crate) quantize: Quantize,
@@ -57,12 +59,14 @@ static TABLES: &[&Isa] = &[
     #[cfg(target_arch = "x86_64")]
     &super::avx2::ISA,
     #[cfg(target_arch = "aarch64")]
+    &super::neon::I8MM,
+    #[cfg(target_arch = "aarch64")]
     &super::neon::ISA,
     &scalar::ISA,
 ];
 
 impl Isa {
-    /// The fastest table that this machine can run and that was proven on hardware.
+    /// The fastest table that this machine can run and that our tests have run.
     ///
     /// `ENGINE_ISA` overrides it, for tests; a name that is unknown or cannot run here panics.
     pub fn best() -> &'static Isa {
@@ -76,8 +80,8 @@ impl Isa {
     /// Lanes for attention and elementwise kernels that go with this table.
     pub fn simd(&self) -> Simd {
         match self.level {
-            Level::Scalar | Level::Neon => Simd::PORTABLE,
-            Level::Avx2 | Level::Avx512 => Simd::detect(),
+            Level::Scalar => Simd::PORTABLE,
+            Level::Avx2 | Level::Avx512 | Level::Neon | Level::NeonI8mm => Simd::detect(),
         }
     }
 

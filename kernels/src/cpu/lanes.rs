@@ -2,8 +2,7 @@
 //!
 //! Each kernel is written once, generic over `Lanes`, and compiled once per instruction set. Every operation here
 //! is one correctly rounded IEEE operation per lane, and the kernels fix the order of operations, so all
-//! instantiations give the same bits. The portable one is the specification, and what NEON machines run: eight
-//! plain floats that the compiler turns into vectors.
+//! instantiations give the same bits. The portable one is the specification.
 
 /// Which instantiation to run. Safe functions may trust a value of this type: it exists only where the CPU can run it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +13,8 @@ pub(crate) enum Kind {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
 impl Simd {
@@ -33,15 +34,20 @@ impl Simd {
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
             found.push(Simd(Kind::Avx2));
         }
+        // Part of every processor that this target is compiled for.
+        #[cfg(target_arch = "aarch64")]
+        found.push(Simd(Kind::Neon));
         found
     }
 
-    /// `portable`, `avx2`.
+    /// `portable`, `avx2`, `neon`.
     pub fn name(self) -> &'static str {
         match self.0 {
             Kind::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => "avx2",
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon => "neon",
         }
     }
 
@@ -332,6 +338,129 @@ mod avx2 {
         fn prefetch(p: *const u8) {
             // SAFETY: a hint; it never faults.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        }
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+pub(crate) use neon::Neon;
+
+#[cfg(target_arch = "aarch64")]
+mod neon {
+    use std::arch::aarch64::*;
+    use std::arch::asm;
+
+    use super::Lanes;
+
+    /// Two vectors of four. NEON is in every processor of this target, so its operations are always there.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Neon(float32x4_t, float32x4_t);
+
+    /// One intrinsic on either half, as a safe method.
+    macro_rules! op {
+        ($($name:ident = $intrinsic:ident;)*) => {$(
+            #[inline(always)]
+            fn $name(self, b: Self) -> Self {
+                // SAFETY: every processor of this target has NEON.
+                unsafe { Neon($intrinsic(self.0, b.0), $intrinsic(self.1, b.1)) }
+            }
+        )*};
+    }
+
+    impl Lanes for Neon {
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: every processor of this target has NEON; so for all.
+            unsafe { Neon(vdupq_n_f32(x), vdupq_n_f32(x)) }
+        }
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Neon(vld1q_f32(p), vld1q_f32(p.add(4))) }
+        }
+        #[inline(always)]
+        unsafe fn load_f16(p: *const u16) -> Self {
+            let (low, high): (float32x4_t, float32x4_t);
+            // SAFETY: the caller's promise; then two register-only instructions of base NEON, whose
+            // intrinsics are not in every toolchain we build with.
+            unsafe {
+                asm!(
+                    "fcvtl {low:v}.4s, {h:v}.4h",
+                    "fcvtl2 {high:v}.4s, {h:v}.8h",
+                    low = out(vreg) low, high = lateout(vreg) high, h = in(vreg) vld1q_u16(p),
+                    options(pure, nomem, nostack, preserves_flags)
+                );
+            }
+            Neon(low, high)
+        }
+        #[inline(always)]
+        unsafe fn store(self, p: *mut f32) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                vst1q_f32(p, self.0);
+                vst1q_f32(p.add(4), self.1);
+            }
+        }
+        op! {
+            add = vaddq_f32;
+            sub = vsubq_f32;
+            mul = vmulq_f32;
+            div = vdivq_f32;
+        }
+        #[inline(always)]
+        fn fma(self, b: Self, c: Self) -> Self {
+            // SAFETY: see `splat`.
+            unsafe { Neon(vfmaq_f32(c.0, self.0, b.0), vfmaq_f32(c.1, self.1, b.1)) }
+        }
+        #[inline(always)]
+        fn fnma(self, b: Self, c: Self) -> Self {
+            // SAFETY: see `splat`.
+            unsafe { Neon(vfmsq_f32(c.0, self.0, b.0), vfmsq_f32(c.1, self.1, b.1)) }
+        }
+        // The instructions of these names give NaN wherever either is NaN.
+        #[inline(always)]
+        fn max(self, b: Self) -> Self {
+            // SAFETY: see `splat`.
+            let max = |a, b| unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) };
+            Neon(max(self.0, b.0), max(self.1, b.1))
+        }
+        #[inline(always)]
+        fn min(self, b: Self) -> Self {
+            // SAFETY: see `splat`.
+            let min = |a, b| unsafe { vbslq_f32(vcltq_f32(a, b), a, b) };
+            Neon(min(self.0, b.0), min(self.1, b.1))
+        }
+        #[inline(always)]
+        fn any_gt(self, b: Self) -> bool {
+            // SAFETY: see `splat`.
+            unsafe { vmaxvq_u32(vorrq_u32(vcgtq_f32(self.0, b.0), vcgtq_f32(self.1, b.1))) != 0 }
+        }
+        #[inline(always)]
+        fn select(self, yes: Self, no: Self) -> Self {
+            // SAFETY: see `splat`.
+            let select = |x, yes, no| unsafe { vbslq_f32(vcltzq_s32(vreinterpretq_s32_f32(x)), yes, no) };
+            Neon(select(self.0, yes.0, no.0), select(self.1, yes.1, no.1))
+        }
+        #[inline(always)]
+        fn exp2_of_magic(self) -> Self {
+            // SAFETY: see `splat`.
+            let exp2 = |t| unsafe {
+                let n = vshlq_n_s32::<23>(vreinterpretq_s32_f32(t));
+                vreinterpretq_f32_s32(vaddq_s32(n, vdupq_n_s32(127 << 23)))
+            };
+            Neon(exp2(self.0), exp2(self.1))
+        }
+        #[inline(always)]
+        fn to_array(self) -> [f32; 8] {
+            let mut a = [0.0; 8];
+            // SAFETY: `a` holds 8 elements.
+            unsafe { self.store(a.as_mut_ptr()) }
+            a
+        }
+        #[inline(always)]
+        fn prefetch(p: *const u8) {
+            // SAFETY: a hint; it never faults.
+            unsafe { asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(readonly, nostack, preserves_flags)) }
         }
     }
 }

@@ -6,6 +6,8 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(super) use super::lanes::Avx2;
+#[cfg(target_arch = "aarch64")]
+pub(super) use super::lanes::Neon;
 pub(super) use super::lanes::{Kind, Portable};
 use super::lanes::{Lanes, Simd, exp, greatest, sum};
 
@@ -24,6 +26,9 @@ macro_rules! on {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: this `Simd` exists only where the features were detected.
             Kind::Avx2 => unsafe { avx2($($arg),*) },
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: part of every processor of this target.
+            Kind::Neon => unsafe { $kernel::<Neon>($($arg),*) },
         }
     }};
 }

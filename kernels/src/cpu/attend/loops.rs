@@ -11,6 +11,8 @@ use std::ops::Range;
 use super::super::kv::BLOCK;
 #[cfg(target_arch = "x86_64")]
 use super::super::lanes::Avx2;
+#[cfg(target_arch = "aarch64")]
+use super::super::lanes::Neon;
 use super::super::lanes::{Lanes, Portable, exp2, greatest};
 
 /// Storage of elements in a block.
@@ -141,6 +143,8 @@ macro_rules! loops {
 loops!(Portable);
 #[cfg(target_arch = "x86_64")]
 loops!(Avx2, target_feature(enable = "avx2,fma,f16c"));
+#[cfg(target_arch = "aarch64")]
+loops!(Neon);
 
 /// Softmax state of some vectors.
 #[derive(Clone, Copy)]
