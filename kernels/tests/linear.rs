@@ -127,6 +127,15 @@ fn check_scheme(scheme: Scheme) {
     }
 }
 
+/// `QUERN_TABLES`, where it is set, names the tables that this machine must have.
+#[test]
+fn every_table_that_is_expected_is_there() {
+    let tables: Vec<_> = Isa::available().map(|isa| isa.name).collect();
+    let expected = std::env::var("QUERN_TABLES").unwrap_or_else(|_| tables.join(","));
+    assert_eq!(tables.join(","), expected);
+    assert_eq!(tables.last(), Some(&"scalar"));
+}
+
 #[test]
 fn int4_equals_the_reference() {
     for (i, group) in [16, 32, 48, 64, 96, 128, 192, 1536].into_iter().enumerate() {

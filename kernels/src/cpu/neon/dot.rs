@@ -138,91 +138,90 @@ impl Span<'_> {
         strip: usize,
         y: *mut f32,
     ) {
-        let (a, m) = (self.a, self.a.m());
-        let mut q = a.q_ptr(self.first, self.b0);
-        let (mut sa, mut sums) = (a.scale_ptr(self.first, self.b0), a.sum_ptr(self.first, self.b0));
+        let m = self.a.m();
+        let mut q = self.a.q_ptr(self.first, self.b0);
         let mut w = if SOURCE == PLAIN { w } else { w.wrapping_add(strip * strip_bytes(SOURCE)) };
-        for slot in &self.meta.slot[..self.count] {
-            let (s, z, min) = self.meta.at(*slot, strip * 16);
+        for (b, slot) in self.meta.slot[..self.count].iter().enumerate() {
+            let z = self.meta.at(*slot, strip * 16).1;
             // SAFETY: the caller's promises; a meta row has 64 elements.
             unsafe {
-                let mut t = [[vdupq_n_s32(0); 4]; N].map(|t| [t; R]);
-                for r in 0..R {
-                    let sum = *sums.add(r);
-                    for n in 0..N {
-                        t[n][r] = [vdupq_n_s32(-self.zeros.uniform * sum); 4];
-                    }
-                }
+                let rows = self.row_blocks::<R>(b);
+                let mut t = rows.map(|row| [[vdupq_n_s32(-self.zeros.uniform * row.sum); 4]; N]);
                 if self.zeros.stored {
                     for n in 0..N {
                         for v in 0..4 {
                             let z = vnegq_s32(vld1q_s32(z.add(n * 16 + v * 4)));
                             for r in 0..R {
-                                t[n][r][v] = vmulq_n_s32(z, *sums.add(r));
+                                t[r][n][v] = vmulq_n_s32(z, rows[r].sum);
                             }
                         }
                     }
                 }
                 for g in 0..QUADS / 4 {
-                    let mut av = [vdupq_n_s8(0); R];
+                    let mut a = [vdupq_n_s8(0); R];
                     for r in 0..R {
-                        av[r] = vld1q_s8(q.add((g * R + r) * 16));
+                        a[r] = vld1q_s8(q.add((g * R + r) * 16));
                     }
                     let w = w.wrapping_add(g * 4 * quad_bytes(SOURCE));
-                    quad::<SOURCE, 0, N, R>(&mut t, w, &av);
-                    quad::<SOURCE, 1, N, R>(&mut t, w, &av);
-                    quad::<SOURCE, 2, N, R>(&mut t, w, &av);
-                    quad::<SOURCE, 3, N, R>(&mut t, w, &av);
+                    quad::<SOURCE, 0, N, R>(&mut t, w, &a);
+                    quad::<SOURCE, 1, N, R>(&mut t, w, &a);
+                    quad::<SOURCE, 2, N, R>(&mut t, w, &a);
+                    quad::<SOURCE, 3, N, R>(&mut t, w, &a);
                 }
-                for n in 0..N {
-                    for r in 0..R {
-                        for v in 0..4 {
-                            let c = n * 16 + v * 4;
-                            fold(t[n][r][v], s.add(c), *sa.add(r), y.add(r * PANEL + strip * 16 + c));
-                        }
-                    }
-                }
-                if self.zeros.min {
-                    for c in (0..N * 16).step_by(4) {
-                        for r in 0..R {
-                            fold_min(min.add(c), *sa.add(r), *sums.add(r), y.add(r * PANEL + strip * 16 + c));
-                        }
+                for r in 0..R {
+                    for n in 0..N {
+                        let c = (strip + n) * 16;
+                        self.fold(t[r][n], *slot, c, rows[r], y.add(r * PANEL + c));
                     }
                 }
             }
             w = w.wrapping_add(QUADS * quad_bytes(SOURCE));
             q = q.wrapping_add(m * QUADS * 4);
-            (sa, sums) = (sa.wrapping_add(m), sums.wrapping_add(m));
         }
     }
 }
 
-/// Adds quad `Q` of four to the sums `[strip][row][4 vectors]`.
+/// Adds quad `Q` of four to the sums `[row][strip][4 vectors]`.
 ///
 /// # Safety
 /// Four quads are readable at `w`; `a` are their activations, `[quad][R][4]`.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
 unsafe fn quad<const SOURCE: u8, const Q: usize, const N: usize, const R: usize>(
-    t: &mut [[[int32x4_t; 4]; R]; N],
+    t: &mut [[[int32x4_t; 4]; N]; R],
     w: *const u8,
     a: &[int8x16_t; R],
 ) {
     for n in 0..N {
         // SAFETY: the caller's promise.
         let w = unsafe { weights::<SOURCE>(w.add(Q * quad_bytes(SOURCE) + n * strip_bytes(SOURCE))) };
-        for r in 0..R {
-            let at = Q * R + r;
-            for v in 0..4 {
-                t[n][r][v] = match at % 4 {
-                    0 => sdot::<0>(t[n][r][v], w[v], a[at / 4]),
-                    1 => sdot::<1>(t[n][r][v], w[v], a[at / 4]),
-                    2 => sdot::<2>(t[n][r][v], w[v], a[at / 4]),
-                    _ => sdot::<3>(t[n][r][v], w[v], a[at / 4]),
-                };
-            }
-        }
+        // Not a loop: the compiler does not unroll one of assembly, and then keeps the sums in memory.
+        row::<Q, 0, N, R>(t, n, w, a);
+        row::<Q, 1, N, R>(t, n, w, a);
+        row::<Q, 2, N, R>(t, n, w, a);
+        row::<Q, 3, N, R>(t, n, w, a);
     }
+}
+
+/// Row `I` of [`quad`] and strip `n`, if there is one.
+#[inline]
+#[target_feature(enable = "neon,dotprod")]
+fn row<const Q: usize, const I: usize, const N: usize, const R: usize>(
+    t: &mut [[[int32x4_t; 4]; N]; R],
+    n: usize,
+    w: [int8x16_t; 4],
+    a: &[int8x16_t; R],
+) {
+    if I >= R {
+        return;
+    }
+    let (t, a) = (&mut t[I][n], a[(Q * R + I) / 4]);
+    *t = match (Q * R + I) % 4 {
+        0 => [sdot::<0>(t[0], w[0], a), sdot::<0>(t[1], w[1], a), sdot::<0>(t[2], w[2], a), sdot::<0>(t[3], w[3], a)],
+        1 => [sdot::<1>(t[0], w[0], a), sdot::<1>(t[1], w[1], a), sdot::<1>(t[2], w[2], a), sdot::<1>(t[3], w[3], a)],
+        2 => [sdot::<2>(t[0], w[0], a), sdot::<2>(t[1], w[1], a), sdot::<2>(t[2], w[2], a), sdot::<2>(t[3], w[3], a)],
+        _ => [sdot::<3>(t[0], w[0], a), sdot::<3>(t[1], w[1], a), sdot::<3>(t[2], w[2], a), sdot::<3>(t[3], w[3], a)],
+    };
 }
 
 /// `acc[lane] += dot(w[4 lane ..], a[4 E ..])`.

@@ -171,46 +171,46 @@ impl Span<'_> {
         strip: usize,
         y: *mut f32,
     ) {
-        let (a, m) = (self.a, self.a.m());
-        let mut q = a.q_ptr(self.first, self.b0);
-        let (mut sa, mut sums) = (a.scale_ptr(self.first, self.b0), a.sum_ptr(self.first, self.b0));
-        let y = y.wrapping_add(strip * 16);
-        for slot in &self.meta.slot[..self.count] {
-            let (s, z, min) = self.meta.at(*slot, strip * 16);
+        let m = self.a.m();
+        let mut q = self.a.q_ptr(self.first, self.b0);
+        let c = strip * 16;
+        for (b, slot) in self.meta.slot[..self.count].iter().enumerate() {
+            let z = self.meta.at(*slot, c).1;
             // SAFETY: the caller's promises; a meta row has 64 elements.
             unsafe {
+                let rows = self.row_blocks::<R>(b);
                 let mut t = [[vdupq_n_s32(0); 8]; P];
                 for two in 0..QUADS / 2 {
                     let at = q.add(two * 8 * R);
-                    let rows = zip(activations::<R>(at), activations::<R>(at.add(4 * R)));
+                    let a = zip(activations::<R>(at), activations::<R>(at.add(4 * R)));
                     let w = weights::<SOURCE>(w.wrapping_add(two * 2 * quad_bytes(SOURCE)));
                     for p in 0..P {
                         for i in 0..8 {
-                            t[p][i] = usmmla(t[p][i], w[i], rows[p]);
+                            t[p][i] = usmmla(t[p][i], w[i], a[p]);
                         }
                     }
                 }
-                for v in 0..4 {
-                    let z = if self.zeros.stored { vld1q_s32(z.add(v * 4)) } else { vdupq_n_s32(self.zeros.uniform) };
-                    for r in 0..R {
-                        // `[weight row][activation row]` of two pairs of weight rows.
-                        let (a, b) = (t[r / 2][2 * v], t[r / 2][2 * v + 1]);
-                        let t = if r % 2 == 0 { vuzp1q_s32(a, b) } else { vuzp2q_s32(a, b) };
-                        let t = vmlsq_n_s32(t, z, *sums.add(r));
-                        fold(t, s.add(v * 4), *sa.add(r), y.add(r * PANEL + v * 4));
-                    }
-                }
-                if self.zeros.min {
-                    for c in (0..16).step_by(4) {
-                        for r in 0..R {
-                            fold_min(min.add(c), *sa.add(r), *sums.add(r), y.add(r * PANEL + c));
+                for r in 0..R {
+                    // Two pairs of weight rows, `[weight row][activation row]`.
+                    let pairs = &t[r / 2];
+                    let one = |v: usize| {
+                        let (a, b) = (pairs[2 * v], pairs[2 * v + 1]);
+                        if r % 2 == 0 { vuzp1q_s32(a, b) } else { vuzp2q_s32(a, b) }
+                    };
+                    let mut t = [one(0), one(1), one(2), one(3)];
+                    if self.zeros.stored {
+                        for v in 0..4 {
+                            t[v] = vmlsq_n_s32(t[v], vld1q_s32(z.add(v * 4)), rows[r].sum);
                         }
+                    } else {
+                        let zero = vdupq_n_s32(self.zeros.uniform * rows[r].sum);
+                        t = t.map(|t| vsubq_s32(t, zero));
                     }
+                    self.fold(t, *slot, c, rows[r], y.add(r * PANEL + c));
                 }
             }
             w = w.wrapping_add(QUADS * quad_bytes(SOURCE));
             q = q.wrapping_add(m * QUADS * 4);
-            (sa, sums) = (sa.wrapping_add(m), sums.wrapping_add(m));
         }
     }
 }

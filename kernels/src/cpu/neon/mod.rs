@@ -127,32 +127,68 @@ fn nibbles<const SOURCE: u8>(a: uint8x16_t, b: uint8x16_t) -> [uint8x16_t; 4] {
     codes.map(|c| vqtbl1q_u8(table, c))
 }
 
-/// `y = fma(t, s * scale, y)` on 4 outputs.
-///
-/// # Safety
-/// `s` and `y` point at 4 elements.
-#[inline]
-#[target_feature(enable = "neon,dotprod")]
-unsafe fn fold(t: int32x4_t, s: *const f32, scale: f32, y: *mut f32) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let s = vmulq_n_f32(vld1q_f32(s), scale);
-        vst1q_f32(y, vfmaq_f32(vld1q_f32(y), vcvtq_f32_s32(t), s));
+/// A block's scale and sum of one activation row.
+#[derive(Clone, Copy)]
+struct RowBlock {
+    scale: f32,
+    sum: i32,
+}
+
+impl Span<'_> {
+    /// `R` rows of block `b` of the span.
+    ///
+    /// # Safety
+    /// The rows and the block are in `a`.
+    #[inline]
+    #[target_feature(enable = "neon,dotprod")]
+    unsafe fn row_blocks<const R: usize>(&self, b: usize) -> [RowBlock; R] {
+        let (sa, sums) = (self.a.scale_ptr(self.first, self.b0 + b), self.a.sum_ptr(self.first, self.b0 + b));
+        let mut rows = [RowBlock { scale: 0.0, sum: 0 }; R];
+        for r in 0..R {
+            // SAFETY: the caller's promise.
+            rows[r] = unsafe { RowBlock { scale: *sa.add(r), sum: *sums.add(r) } };
+        }
+        rows
+    }
+
+    /// `y = fma(t, s * scale, y)` on 16 outputs from row `c` of the panel on, then with a minimum
+    /// `y = fma(m * scale, sum, y)`.
+    ///
+    /// # Safety
+    /// `y` points at 16 elements; `c` is at most 48.
+    #[inline]
+    #[target_feature(enable = "neon,dotprod")]
+    unsafe fn fold(&self, t: [int32x4_t; 4], slot: usize, c: usize, row: RowBlock, y: *mut f32) {
+        let (s, _, m) = self.meta.at(slot, c);
+        // SAFETY: the caller's promises; a meta row has 64 elements.
+        unsafe {
+            let mut out = load16(y);
+            let s = load16(s);
+            for v in 0..4 {
+                out[v] = vfmaq_f32(out[v], vcvtq_f32_s32(t[v]), vmulq_n_f32(s[v], row.scale));
+            }
+            if self.zeros.min {
+                let m = load16(m);
+                for v in 0..4 {
+                    out[v] = vfmaq_n_f32(out[v], vmulq_n_f32(m[v], row.scale), row.sum as f32);
+                }
+            }
+            for v in 0..4 {
+                vst1q_f32(y.add(v * 4), out[v]);
+            }
+        }
     }
 }
 
-/// `y = fma(m * scale, sum, y)` on 4 outputs, for a weight with minima.
+/// Sixteen f32.
 ///
 /// # Safety
-/// `m` and `y` point at 4 elements.
+/// They are readable at `p`.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
-unsafe fn fold_min(m: *const f32, scale: f32, sum: i32, y: *mut f32) {
+unsafe fn load16(p: *const f32) -> [float32x4_t; 4] {
     // SAFETY: the caller's promise.
-    unsafe {
-        let m = vmulq_n_f32(vld1q_f32(m), scale);
-        vst1q_f32(y, vfmaq_n_f32(vld1q_f32(y), m, sum as f32));
-    }
+    unsafe { [vld1q_f32(p), vld1q_f32(p.add(4)), vld1q_f32(p.add(8)), vld1q_f32(p.add(12))] }
 }
 
 /// Widens scales, stored zeros (less `bias`) and minima of blocks `b0..b0 + count` into `meta`.
