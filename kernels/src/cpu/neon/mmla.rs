@@ -190,27 +190,53 @@ impl Span<'_> {
                         }
                     }
                 }
-                for r in 0..R {
-                    // Two pairs of weight rows, `[weight row][activation row]`.
-                    let pairs = &t[r / 2];
-                    let one = |v: usize| {
-                        let (a, b) = (pairs[2 * v], pairs[2 * v + 1]);
-                        if r % 2 == 0 { vuzp1q_s32(a, b) } else { vuzp2q_s32(a, b) }
-                    };
-                    let mut t = [one(0), one(1), one(2), one(3)];
-                    if self.zeros.stored {
-                        for v in 0..4 {
-                            t[v] = vmlsq_n_s32(t[v], vld1q_s32(z.add(v * 4)), rows[r].sum);
-                        }
-                    } else {
-                        let zero = vdupq_n_s32(self.zeros.uniform * rows[r].sum);
-                        t = t.map(|t| vsubq_s32(t, zero));
-                    }
-                    self.fold(t, *slot, c, rows[r], y.add(r * PANEL + c));
-                }
+                // Not a loop, which the compiler would not unroll, keeping the sums in memory.
+                self.row::<0, R, P>(&t, z, *slot, c, &rows, y);
+                self.row::<1, R, P>(&t, z, *slot, c, &rows, y);
+                self.row::<2, R, P>(&t, z, *slot, c, &rows, y);
+                self.row::<3, R, P>(&t, z, *slot, c, &rows, y);
             }
             w = w.wrapping_add(QUADS * quad_bytes(SOURCE));
             q = q.wrapping_add(m * QUADS * 4);
+        }
+    }
+
+    /// Folds the sums of row `I`, if there is one, into its 16 outputs; `t` is `[pair of rows][pair of weight rows]`.
+    ///
+    /// # Safety
+    /// As [`Span::products`]; `z` points at 16 elements, `c` is at most 48.
+    #[inline]
+    #[target_feature(enable = "neon,dotprod,i8mm")]
+    unsafe fn row<const I: usize, const R: usize, const P: usize>(
+        &self,
+        t: &[[int32x4_t; 8]; P],
+        z: *const i32,
+        slot: usize,
+        c: usize,
+        rows: &[RowBlock; R],
+        y: *mut f32,
+    ) {
+        if I >= R {
+            return;
+        }
+        let row = rows[I];
+        // Two pairs of weight rows, `[weight row][activation row]` each.
+        let one = |v: usize| {
+            let (a, b) = (t[I / 2][2 * v], t[I / 2][2 * v + 1]);
+            if I % 2 == 0 { vuzp1q_s32(a, b) } else { vuzp2q_s32(a, b) }
+        };
+        let mut t = [one(0), one(1), one(2), one(3)];
+        // SAFETY: the caller's promises.
+        unsafe {
+            if self.zeros.stored {
+                for v in 0..4 {
+                    t[v] = vmlsq_n_s32(t[v], vld1q_s32(z.add(v * 4)), row.sum);
+                }
+            } else {
+                let zero = vdupq_n_s32(self.zeros.uniform * row.sum);
+                t = t.map(|t| vsubq_s32(t, zero));
+            }
+            self.fold(t, slot, c, row, y.add(I * PANEL + c));
         }
     }
 }
