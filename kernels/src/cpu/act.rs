@@ -8,8 +8,6 @@ use quern_models::spec::Act;
 use super::lanes::{Lanes, Simd, exp, polynomial};
 #[cfg(target_arch = "x86_64")]
 use super::ops::Avx2;
-#[cfg(target_arch = "aarch64")]
-use super::ops::Neon;
 use super::ops::{Kind, Portable, on, pad};
 
 /// `out = act(x)`, both `[n]`.

@@ -6,8 +6,6 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(super) use super::lanes::Avx2;
-#[cfg(target_arch = "aarch64")]
-pub(super) use super::lanes::Neon;
 pub(super) use super::lanes::{Kind, Portable};
 use super::lanes::{Lanes, Simd, exp, greatest, sum};
 
@@ -28,7 +26,7 @@ macro_rules! on {
             Kind::Avx2 => unsafe { avx2($($arg),*) },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: part of every processor of this target.
-            Kind::Neon => unsafe { $kernel::<Neon>($($arg),*) },
+            Kind::Neon => unsafe { $kernel::<$crate::cpu::lanes::Neon>($($arg),*) },
         }
     }};
 }
