@@ -34,6 +34,11 @@ fn real_layers_in_default_mode() {
 }
 
 #[test]
+fn real_layers_with_int8_keys_and_values() {
+    lossless("models/smollm2-gptq-2layer", Run::Small, 10);
+}
+
+#[test]
 fn real_layers_in_exact_mode() {
     lossless("models/smollm2-gptq-2layer", Run::Exact, 8);
 }
@@ -41,6 +46,11 @@ fn real_layers_in_exact_mode() {
 #[test]
 fn asymmetric_integers_in_default_mode() {
     lossless("models/llama-gptq-w4-g64-asym", Run::Default, 24);
+}
+
+#[test]
+fn asymmetric_integers_with_int8_keys_and_values() {
+    lossless("models/llama-gptq-w4-g64-asym", Run::Small, 24);
 }
 
 #[test]

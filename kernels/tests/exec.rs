@@ -303,7 +303,7 @@ fn logits_do_not_depend_on_the_company() {
         ("invf-all", Scheme::Float(FloatType::BF16), everything()),
     ] {
         let file = made(name, scheme, int(8, 32, ZeroKind::Mid), spec);
-        for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::F32)] {
+        for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::F32), (Mode::Int8, KvType::Int8)] {
             let want = run(&mut executor(&file, mode, kv, 1), &tokens, &[1], 0);
             assert!(want.iter().all(|x| x.is_finite()));
             for (threads, sizes, others) in

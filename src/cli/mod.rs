@@ -69,6 +69,8 @@ pub enum Kv {
     F16,
     /// Single precision (exact mode)
     F32,
+    /// Half the memory of f16: one scale per token and head
+    Int8,
 }
 
 impl From<Kv> for KvType {
@@ -76,6 +78,7 @@ impl From<Kv> for KvType {
         match kv {
             Kv::F16 => KvType::F16,
             Kv::F32 => KvType::F32,
+            Kv::Int8 => KvType::Int8,
         }
     }
 }

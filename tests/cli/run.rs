@@ -206,7 +206,7 @@ fn flags_that_cannot_be_read_are_wrong_usage() {
         (&["-n", "0"][..], "--max-tokens"),
         (&["-n", "many"], "--max-tokens"),
         (&["--activations", "f64"], "f32, int8"),
-        (&["--kv", "int4"], "f16, f32"),
+        (&["--kv", "int4"], "f16, f32, int8"),
         (&["--logit-bias", "5"], "ID=NUMBER"),
         (&["--template-arg", "x"], "KEY=VALUE"),
         (&["--seed=-1"], "--seed"),

@@ -23,13 +23,15 @@ pub enum Run {
     Exact,
     /// int8 activations, f16 KV.
     Default,
+    /// int8 activations, int8 KV.
+    Small,
 }
 
 impl Run {
     pub fn mode(self) -> Mode {
         match self {
             Run::Exact => Mode::F32,
-            Run::Default => Mode::Int8,
+            Run::Default | Run::Small => Mode::Int8,
         }
     }
 
@@ -37,6 +39,7 @@ impl Run {
         match self {
             Run::Exact => KvType::F32,
             Run::Default => KvType::F16,
+            Run::Small => KvType::Int8,
         }
     }
 

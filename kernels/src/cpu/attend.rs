@@ -8,6 +8,8 @@
 //! [`attend`] does a whole step; the unit functions below it are for callers that plan regions themselves. The
 //! arithmetic is in `tile`.
 
+mod codes;
+mod ints;
 mod loops;
 mod tile;
 
@@ -20,8 +22,32 @@ use super::lanes::Avx2;
 use super::lanes::Neon;
 use super::lanes::{Kind, Portable, Simd};
 use crate::team::{Disjoint, Team, split as share};
-use loops::{Element, Half, Loops, Single};
-use tile::{Group, State};
+use codes::Codes;
+use loops::{Half, Loops, Single};
+use tile::{Group, State, Storage};
+
+/// Calls `$f::<lanes, storage>` for what the CPU and the cache are.
+macro_rules! run {
+    ($simd:expr, $kv:expr, $f:ident $args:tt) => {
+        match ($simd.kind(), $kv.kind()) {
+            (Kind::Portable, KvType::F16) => $f::<Portable, Half> $args,
+            (Kind::Portable, KvType::F32) => $f::<Portable, Single> $args,
+            (Kind::Portable, KvType::Int8) => $f::<Portable, Codes> $args,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx2, KvType::F16) => $f::<Avx2, Half> $args,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx2, KvType::F32) => $f::<Avx2, Single> $args,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx2, KvType::Int8) => $f::<Avx2, Codes> $args,
+            #[cfg(target_arch = "aarch64")]
+            (Kind::Neon, KvType::F16) => $f::<Neon, Half> $args,
+            #[cfg(target_arch = "aarch64")]
+            (Kind::Neon, KvType::F32) => $f::<Neon, Single> $args,
+            #[cfg(target_arch = "aarch64")]
+            (Kind::Neon, KvType::Int8) => $f::<Neon, Codes> $args,
+        }
+    };
+}
 
 /// Tokens of a split of the context.
 pub const SPLIT: usize = 256;
@@ -282,20 +308,7 @@ pub unsafe fn attend_rows(
     };
     // SAFETY: a `Simd` exists only where it can run; the element type is the cache's; no appends by the caller's
     // promise.
-    unsafe {
-        match (simd.kind(), kv.kind()) {
-            (Kind::Portable, KvType::F16) => whole::<Portable, Half>(&g, scratch, &mut row),
-            (Kind::Portable, KvType::F32) => whole::<Portable, Single>(&g, scratch, &mut row),
-            #[cfg(target_arch = "x86_64")]
-            (Kind::Avx2, KvType::F16) => whole::<Avx2, Half>(&g, scratch, &mut row),
-            #[cfg(target_arch = "aarch64")]
-            (Kind::Neon, KvType::F16) => whole::<Neon, Half>(&g, scratch, &mut row),
-            #[cfg(target_arch = "x86_64")]
-            (Kind::Avx2, KvType::F32) => whole::<Avx2, Single>(&g, scratch, &mut row),
-            #[cfg(target_arch = "aarch64")]
-            (Kind::Neon, KvType::F32) => whole::<Neon, Single>(&g, scratch, &mut row),
-        }
-    }
+    unsafe { run!(simd, kv, whole(&g, scratch, &mut row)) }
 }
 
 /// One split of the context of some rows and one key/value head; writes partials at `start` of `[rows of the chunk,
@@ -327,20 +340,7 @@ pub unsafe fn attend_split(
         unsafe { partials.part(from..from + len) }
     };
     // SAFETY: as in `attend_rows`.
-    unsafe {
-        match (simd.kind(), kv.kind()) {
-            (Kind::Portable, KvType::F16) => part::<Portable, Half>(&g, scratch, split, &mut slot),
-            (Kind::Portable, KvType::F32) => part::<Portable, Single>(&g, scratch, split, &mut slot),
-            #[cfg(target_arch = "x86_64")]
-            (Kind::Avx2, KvType::F16) => part::<Avx2, Half>(&g, scratch, split, &mut slot),
-            #[cfg(target_arch = "aarch64")]
-            (Kind::Neon, KvType::F16) => part::<Neon, Half>(&g, scratch, split, &mut slot),
-            #[cfg(target_arch = "x86_64")]
-            (Kind::Avx2, KvType::F32) => part::<Avx2, Single>(&g, scratch, split, &mut slot),
-            #[cfg(target_arch = "aarch64")]
-            (Kind::Neon, KvType::F32) => part::<Neon, Single>(&g, scratch, split, &mut slot),
-        }
-    }
+    unsafe { run!(simd, kv, part(&g, scratch, split, &mut slot)) }
 }
 
 /// Elements of one partial: maximum, sum, padding, `head_dim` weighted values.
@@ -403,19 +403,20 @@ fn group<'a>(
 }
 
 /// # Safety
-/// The CPU can run `V`; `E` is how the cache stores elements; nobody appends to the table's blocks.
-unsafe fn whole<'o, V: Loops, E: Element>(
+/// The CPU can run `V`; `S` is how the cache stores elements; nobody appends to the table's blocks.
+unsafe fn whole<'o, V: Loops, S: Storage>(
     g: &Group,
     scratch: &mut Scratch,
     out: &mut dyn FnMut(usize) -> &'o mut [f32],
 ) {
-    let state = State::new(g, scratch);
+    // SAFETY: the caller's promise.
+    let state = unsafe { State::new::<V, S>(g, scratch) };
     let vectors = g.rows * g.heads;
     // Running (m, l) of every vector over the splits so far; the values run in the output itself.
     let mut running = vec![(0.0f32, 0.0f32); vectors];
     for split in splits(g.pos, g.window).start..(g.pos + g.rows - 1) / SPLIT + 1 {
         // SAFETY: the caller's promise.
-        unsafe { tile::split::<V, E>(g, &state, split) };
+        unsafe { tile::split::<V, S>(g, &state, split) };
         for (v, (m, l)) in running.iter_mut().enumerate() {
             let seen = splits(g.pos + v / g.heads, g.window);
             if !seen.contains(&split) {
@@ -440,15 +441,16 @@ unsafe fn whole<'o, V: Loops, E: Element>(
 
 /// # Safety
 /// As [`whole`].
-unsafe fn part<'o, V: Loops, E: Element>(
+unsafe fn part<'o, V: Loops, S: Storage>(
     g: &Group,
     scratch: &mut Scratch,
     split: usize,
     out: &mut dyn FnMut(usize) -> &'o mut [f32],
 ) {
-    let state = State::new(g, scratch);
     // SAFETY: the caller's promise.
-    unsafe { tile::split::<V, E>(g, &state, split) };
+    let state = unsafe { State::new::<V, S>(g, scratch) };
+    // SAFETY: the caller's promise.
+    unsafe { tile::split::<V, S>(g, &state, split) };
     for v in 0..g.rows * g.heads {
         if splits(g.pos + v / g.heads, g.window).contains(&split) {
             let (m, l, o) = state.result(v);

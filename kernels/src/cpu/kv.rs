@@ -1,20 +1,24 @@
 //! Keys and values of every token of a model, in fixed-size blocks of [`BLOCK`] tokens.
 //!
 //! Which sequence owns which block is the scheduler's business (the root package); here is only memory. A block id
-//! names the same slot range in every layer. Inside a layer:
+//! names the same slot range in every layer:
 //!
 //! ```text
-//! [block][kv head] { K^T: [head_dim][BLOCK], V: [BLOCK][head_dim] }
+//! f16, f32: [block][layer][kv head] { K^T: [head_dim][BLOCK], V: [BLOCK][head_dim] }
+//! int8:     [block][layer][kv head] { scales of K, of V: f16 [BLOCK] each,
+//!                              K^T: [head_dim / 2][BLOCK][2], V: [BLOCK / 2][head_dim][2] }
 //! ```
 //!
-//! K is transposed so that tokens are vector lanes in `q . k` and no horizontal sum is needed; the 4 KiB of one
-//! (block, head) of a 64-wide head are read once for all query heads that share it.
+//! K is transposed so that tokens are vector lanes in `q . k` and no horizontal sum is needed; what belongs to one
+//! (block, head) is contiguous and read once for all query heads that share it. int8 keeps two neighbours of a sum
+//! side by side, because integer dot products take pairs.
 //!
-//! Pages are zeroed lazily by the system: a cache nobody writes to costs address space only.
+//! Pages are zeroed lazily by the system: a cache nobody writes to costs address space only. Attention jumps from block
+//! to block, and with small pages it would wait for address translation more than for data: on Linux huge pages are
+//! asked for, and layers lie inside of blocks so that a few tokens touch few of them.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
-
-use half::f16;
+use half::{f16, slice::HalfFloatSliceExt};
+use memmap2::MmapMut;
 
 /// Tokens of a block.
 pub const BLOCK: usize = 16;
@@ -26,17 +30,26 @@ pub enum KvType {
     F16,
     /// IEEE binary32: the exact mode.
     F32,
+    /// Codes from -127 to 127 times one f16 scale per token, head and key or value.
+    Int8,
 }
 
 impl KvType {
-    /// Bytes of one element.
-    pub const fn size(self) -> usize {
+    /// Bytes of one (block, head): keys and values of [`BLOCK`] tokens, `head_dim` elements each.
+    pub const fn head_bytes(self, head_dim: usize) -> usize {
         match self {
-            KvType::F16 => 2,
-            KvType::F32 => 4,
+            KvType::F16 => 4 * BLOCK * head_dim,
+            KvType::F32 => 8 * BLOCK * head_dim,
+            KvType::Int8 => SCALES + 2 * BLOCK * head_dim,
         }
     }
 }
+
+/// Greatest head size: `q . k` of int8 keys and 16-bit queries stays below 2^31.
+pub const MAX_HEAD: usize = 512;
+
+/// Bytes of the scales of an int8 (block, head).
+pub(crate) const SCALES: usize = 4 * BLOCK;
 
 /// Shape of one layer's cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,13 +65,14 @@ pub struct KvMemory {
     kind: KvType,
     blocks: usize,
     layers: Vec<Placed>,
-    /// What the allocator returned; `base` is the first 64-byte boundary in it.
-    raw: *mut u8,
+    /// Bytes of a block.
+    block: usize,
+    /// Owns what `base` points to.
+    _map: MmapMut,
     base: *mut u8,
-    layout: Layout,
 }
 
-/// A layer and where it starts.
+/// A layer and where it starts in a block.
 struct Placed {
     shape: KvLayer,
     offset: usize,
@@ -73,31 +87,31 @@ unsafe impl Sync for KvMemory {}
 impl KvMemory {
     /// Room for `blocks` blocks of every layer, all zero. `None` if the size overflows or the system refuses.
     ///
-    /// Panics if a head size is not a multiple of 8: the specification of a model guarantees it.
+    /// Panics if a head size is not a multiple of 8 up to [`MAX_HEAD`]: the specification of a model guarantees less.
     pub fn new(layers: &[KvLayer], blocks: usize, kind: KvType) -> Option<KvMemory> {
-        let mut total = 0usize;
+        let mut block = 0usize;
         let mut placed = Vec::with_capacity(layers.len());
         for &shape in layers {
-            assert!(shape.head_dim.is_multiple_of(8), "head size {} is not a multiple of 8", shape.head_dim);
-            placed.push(Placed { shape, offset: total });
-            let block = shape.kv_heads.checked_mul(shape.head_dim)?.checked_mul(2 * BLOCK * kind.size())?;
-            total = total.checked_add(block.checked_mul(blocks)?)?;
+            let d = shape.head_dim;
+            assert!(d.is_multiple_of(8) && d <= MAX_HEAD, "head size {d} is not a multiple of 8 up to {MAX_HEAD}");
+            placed.push(Placed { shape, offset: block });
+            block = block.checked_add(shape.kv_heads.checked_mul(kind.head_bytes(d))?)?;
         }
-        // Alignment by hand: for more than 16 bytes std's `alloc_zeroed` clears, and so touches, every page.
-        let layout = Layout::from_size_align(total.checked_add(ALIGN)?, 16).ok()?;
-        // SAFETY: the size is at least ALIGN, not zero.
-        let raw = unsafe { alloc_zeroed(layout) };
-        if raw.is_null() {
-            return None;
+        // A mapping starts at a page's boundary and is never empty.
+        let total = block.checked_mul(blocks)?.max(1);
+        let mut map = MmapMut::map_anon(total).ok()?;
+        #[cfg(target_os = "linux")]
+        if total >= HUGE {
+            // Advice: a system without huge pages is as right, and slower.
+            let _ = map.advise(memmap2::Advice::HugePage);
         }
-        // SAFETY: at most ALIGN - 1 further, inside the allocation of total + ALIGN bytes.
-        let base = unsafe { raw.add(raw.align_offset(ALIGN)) };
-        Some(KvMemory { kind, blocks, layers: placed, raw, base, layout })
+        let base = map.as_mut_ptr();
+        Some(KvMemory { kind, blocks, layers: placed, block, _map: map, base })
     }
 
     /// Bytes that one block takes, all layers together.
     pub fn block_bytes(layers: &[KvLayer], kind: KvType) -> usize {
-        layers.iter().map(|l| 2 * BLOCK * l.kv_heads * l.head_dim * kind.size()).sum()
+        layers.iter().map(|l| l.kv_heads * kind.head_bytes(l.head_dim)).sum()
     }
 
     /// How elements are stored.
@@ -137,9 +151,17 @@ impl KvMemory {
         match self.kind {
             // SAFETY: `head` checked block and head; K^T is [d][BLOCK] and V is [BLOCK][d] from there, slot < BLOCK.
             // No race by the caller's promise.
-            KvType::F16 => unsafe { write(at as *mut f16, slot, k, v, half_of) },
+            KvType::F16 => unsafe {
+                let mut halved = [[f16::ZERO; MAX_HEAD]; 2];
+                let [half_k, half_v] = halved.each_mut().map(|h| &mut h[..d]);
+                halves(k, half_k);
+                halves(v, half_v);
+                write(at as *mut f16, slot, half_k, half_v);
+            },
             // SAFETY: as above.
-            KvType::F32 => unsafe { write(at as *mut f32, slot, k, v, |x| x) },
+            KvType::F32 => unsafe { write(at as *mut f32, slot, k, v) },
+            // SAFETY: as above, with the layout of int8.
+            KvType::Int8 => unsafe { write_codes(at, slot, k, v) },
         }
     }
 
@@ -148,15 +170,23 @@ impl KvMemory {
         let d = self.layers[layer].shape.head_dim;
         assert!(slot < BLOCK, "slot {slot}");
         let at = self.head(layer, block, kv_head);
-        let element = |i: usize| match self.kind {
-            // SAFETY: i < 2 * BLOCK * d, the size of a (block, head); `head` checked the rest.
-            KvType::F16 => unsafe { *(at as *const f16).add(i) }.to_f32(),
-            // SAFETY: as above.
-            KvType::F32 => unsafe { *(at as *const f32).add(i) },
+        // Element (K or V, i).
+        let element = |value: usize, i: usize| {
+            let plain = value * BLOCK * d + if value == 0 { i * BLOCK + slot } else { slot * d + i };
+            let [k, v] = code_places(d, slot, i);
+            match self.kind {
+                // SAFETY: i < d and slot < BLOCK, so this is inside the (block, head); `head` checked the rest.
+                KvType::F16 => unsafe { *(at as *const f16).add(plain) }.to_f32(),
+                // SAFETY: as above.
+                KvType::F32 => unsafe { *(at as *const f32).add(plain) },
+                // SAFETY: as above, with the layout of int8.
+                KvType::Int8 => unsafe {
+                    let scale = *(at as *const f16).add(value * BLOCK + slot);
+                    *(at as *const i8).add([k, v][value]) as f32 * scale.to_f32()
+                },
+            }
         };
-        let k = (0..d).map(|i| element(i * BLOCK + slot)).collect();
-        let v = (0..d).map(|i| element(BLOCK * d + slot * d + i)).collect();
-        (k, v)
+        ((0..d).map(|i| element(0, i)).collect(), (0..d).map(|i| element(1, i)).collect())
     }
 
     /// Copies block `from` over block `to` in every layer: a fork gets its own copy before it writes.
@@ -164,49 +194,115 @@ impl KvMemory {
     /// # Safety
     /// Until it returns, no other thread may use block `to` or append to block `from`.
     pub unsafe fn copy_block(&self, from: u32, to: u32) {
-        for (i, layer) in self.layers.iter().enumerate() {
-            let (src, dst) = (self.head(i, from, 0), self.head(i, to, 0));
-            let bytes = 2 * BLOCK * layer.shape.kv_heads * layer.shape.head_dim * self.kind.size();
-            // SAFETY: both are whole blocks of this layer; `copy` allows from == to; no race by the caller's promise.
-            unsafe { std::ptr::copy(src, dst, bytes) };
+        assert!(
+            (from as usize) < self.blocks && (to as usize) < self.blocks,
+            "block {from} to {to} of {}",
+            self.blocks
+        );
+        // SAFETY: both are blocks of this cache; `copy` allows from == to; no race by the caller's promise.
+        unsafe {
+            let (src, dst) = (self.base.add(from as usize * self.block), self.base.add(to as usize * self.block));
+            std::ptr::copy(src, dst, self.block);
         }
     }
 
-    /// Start of the K^T of a (block, head). Panics when out of range, like indexing.
+    /// Start of a (block, head). Panics when out of range, like indexing.
     #[inline]
     pub(crate) fn head(&self, layer: usize, block: u32, kv_head: usize) -> *mut u8 {
         let Placed { shape, offset } = &self.layers[layer];
         let block = block as usize;
         assert!(block < self.blocks && kv_head < shape.kv_heads, "block {block} head {kv_head} of layer {layer}");
-        let index = block * shape.kv_heads + kv_head;
-        // SAFETY: block and head are in range, so this is inside the layer's part of the allocation.
-        unsafe { self.base.add(offset + index * 2 * BLOCK * shape.head_dim * self.kind.size()) }
+        // SAFETY: block and head are in range, so this is inside the layer's part of the block.
+        unsafe { self.base.add(block * self.block + offset + kv_head * self.kind.head_bytes(shape.head_dim)) }
     }
 }
 
-impl Drop for KvMemory {
-    fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout.
-        unsafe { dealloc(self.raw, self.layout) };
+/// Bytes of a huge page on most systems.
+#[cfg(target_os = "linux")]
+const HUGE: usize = 2 << 20;
+
+/// f16 nearest to `x`, `to` as long as `x`; never infinite, so that one large key cannot turn a whole score into NaN.
+/// NaN stays NaN.
+fn halves(x: &[f32], to: &mut [f16]) {
+    const MOST: f32 = f16::MAX.to_f32_const();
+    let mut clamped = [0.0; MAX_HEAD];
+    let clamped = &mut clamped[..x.len()];
+    for (to, x) in clamped.iter_mut().zip(x) {
+        *to = x.clamp(-MOST, MOST);
     }
-}
-
-const ALIGN: usize = 64;
-
-/// f16 nearest to `x`; never infinite, so that one large key cannot turn a whole score into NaN. NaN stays NaN.
-fn half_of(x: f32) -> f16 {
-    f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
+    to.convert_from_f32_slice(clamped);
 }
 
 /// # Safety
 /// `at` must be valid for writes of `2 * BLOCK * k.len()` elements, `v` as long as `k`, `slot < BLOCK`.
-unsafe fn write<T>(at: *mut T, slot: usize, k: &[f32], v: &[f32], convert: impl Fn(f32) -> T) {
+unsafe fn write<T: Copy>(at: *mut T, slot: usize, k: &[T], v: &[T]) {
     let d = k.len();
-    for i in 0..d {
-        // SAFETY: i < d and slot < BLOCK, so both lie in the 2 * BLOCK * d elements.
-        unsafe {
-            at.add(i * BLOCK + slot).write(convert(k[i]));
-            at.add(BLOCK * d + slot * d + i).write(convert(v[i]));
+    // SAFETY: slot < BLOCK and i < d, so all lie in the 2 * BLOCK * d elements.
+    unsafe {
+        for (i, &x) in k.iter().enumerate() {
+            at.add(i * BLOCK + slot).write(x);
+        }
+        std::ptr::copy_nonoverlapping(v.as_ptr(), at.add(BLOCK * d + slot * d), d);
+    }
+}
+
+/// Bytes from the start of an int8 (block, head) to the codes of element `i` of the key and of the value in `slot`.
+const fn code_places(d: usize, slot: usize, i: usize) -> [usize; 2] {
+    let k = i / 2 * 2 * BLOCK + 2 * slot + i % 2;
+    let v = slot / 2 * 2 * d + 2 * i + slot % 2;
+    [SCALES + k, SCALES + BLOCK * d + v]
+}
+
+/// Quantizes a key and a value, each by itself. A NaN in either makes the scale of the key NaN and everything else 0:
+/// whoever sees the token gets NaN, and nobody else.
+///
+/// # Safety
+/// `at` must be valid for writes of a (block, head) of `k.len()` elements, `v` as long as `k`, `slot < BLOCK`.
+unsafe fn write_codes(at: *mut u8, slot: usize, k: &[f32], v: &[f32]) {
+    let d = k.len();
+    let mut codes = [[0i8; MAX_HEAD]; 2];
+    let scales = match (scale_of(k), scale_of(v)) {
+        (Some(a), Some(b)) => [a, b],
+        _ => [f16::NAN, f16::ZERO],
+    };
+    for ((codes, scale), x) in codes.iter_mut().zip(scales).zip([k, v]) {
+        // Neither 0 nor NaN, for which the codes are 0.
+        if scale > f16::ZERO {
+            let inverse = 1.0 / scale.to_f32();
+            codes.iter_mut().zip(x).for_each(|(to, x)| *to = code(x * inverse));
         }
     }
+    // SAFETY: slot < BLOCK, and `code_places` are inside the (block, head) for i < d.
+    unsafe {
+        for (value, scale) in scales.into_iter().enumerate() {
+            (at as *mut f16).add(value * BLOCK + slot).write(scale);
+        }
+        for i in 0..d {
+            let places = code_places(d, slot, i);
+            (at as *mut i8).add(places[0]).write(codes[0][i]);
+            (at as *mut i8).add(places[1]).write(codes[1][i]);
+        }
+    }
+}
+
+/// Least f16 with which 127 reaches the greatest magnitude of `x`, at most the largest finite one; `None` if there is a
+/// NaN.
+fn scale_of(x: &[f32]) -> Option<f16> {
+    // Magnitudes are ordered as their bits are, NaN last.
+    let most = x.iter().fold(0i32, |most, x| most.max((x.to_bits() & 0x7fff_ffff) as i32));
+    let most = f32::from_bits(most as u32);
+    if most.is_nan() {
+        return None;
+    }
+    let exact = (most / 127.0).min(f16::MAX.to_f32());
+    let near = f16::from_f32(exact);
+    Some(if near.to_f32() < exact { f16::from_bits(near.to_bits() + 1) } else { near })
+}
+
+/// `x` rounded to nearest even, within +-127.
+fn code(x: f32) -> i8 {
+    let x = if x > -127.0 { x } else { -127.0 };
+    let x = if x < 127.0 { x } else { 127.0 };
+    // Adding it rounds to an integer, which then stands in the lowest bits.
+    (x + 12_582_912.0).to_bits() as i8
 }

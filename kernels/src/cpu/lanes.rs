@@ -278,6 +278,19 @@ mod avx2 {
         )*};
     }
 
+    impl Avx2 {
+        /// # Safety
+        /// The CPU has the instruction set.
+        #[inline(always)]
+        pub(crate) unsafe fn from_raw(x: __m256) -> Self {
+            Avx2(x)
+        }
+        #[inline(always)]
+        pub(crate) fn raw(self) -> __m256 {
+            self.0
+        }
+    }
+
     impl Lanes for Avx2 {
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {

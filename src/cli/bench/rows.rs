@@ -7,7 +7,7 @@ use quern_kernels::{
     exec::{Chunk, CpuExecutor, Executor, Output, Plan},
     sample::SamplingParams,
 };
-use quern_models::{ModelFile, spec::Attn};
+use quern_models::ModelFile;
 
 /// One thing to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -178,11 +178,7 @@ fn weight_bytes(file: &ModelFile) -> f64 {
 
 /// Bytes of keys and values of one token.
 fn kv_bytes(file: &ModelFile, kv: KvType) -> f64 {
-    let layer = |l: &quern_models::spec::Layer| {
-        let Attn::Gqa { kv_heads, head_dim, .. } = l.attn;
-        (2 * kv.size() * kv_heads * head_dim) as f64
-    };
-    file.spec().layers.iter().map(layer).sum()
+    CpuExecutor::block_bytes(file.spec(), kv) as f64 / BLOCK as f64
 }
 
 /// VmHWM of this process; 0 where the system does not tell.

@@ -266,6 +266,8 @@ fn modes(args: &EvalArgs, activations: Activations, kv: Kv) -> Result<Vec<Numeri
             (Activations::Int8, Kv::F16) => "default",
             (Activations::F32, Kv::F16) => "f32, f16 KV",
             (Activations::Int8, Kv::F32) => "int8, f32 KV",
+            (Activations::F32, Kv::Int8) => "f32, int8 KV",
+            (Activations::Int8, Kv::Int8) => "int8, int8 KV",
         };
         return Ok(vec![(name.into(), (activations.into(), kv.into()))]);
     }

@@ -14,6 +14,8 @@ use super::super::lanes::Avx2;
 #[cfg(target_arch = "aarch64")]
 use super::super::lanes::Neon;
 use super::super::lanes::{Lanes, Portable, exp2, greatest};
+use super::codes;
+use super::ints::Ints;
 
 /// Storage of elements in a block.
 pub(super) trait Element {
@@ -22,6 +24,18 @@ pub(super) trait Element {
     /// # Safety
     /// The CPU can run `V`; `p` is valid for reading 8 elements.
     unsafe fn load<V: Lanes>(p: *const Self::Raw) -> V;
+    /// `acc[v] += x[v] * p`, each rounded once.
+    ///
+    /// # Safety
+    /// As `load`.
+    #[inline(always)]
+    unsafe fn fma<V: Ints, const N: usize>(acc: &mut [V; N], x: [V; N], p: *const Self::Raw) {
+        // SAFETY: the caller's promise.
+        let k = unsafe { Self::load::<V>(p) };
+        for v in 0..N {
+            acc[v] = x[v].fma(k, acc[v]);
+        }
+    }
 }
 
 /// binary16.
@@ -37,6 +51,20 @@ impl Element for Half {
         // SAFETY: the caller's promise.
         unsafe { V::load_f16(p) }
     }
+    #[inline(always)]
+    unsafe fn fma<V: Ints, const N: usize>(acc: &mut [V; N], x: [V; N], p: *const u16) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if let (Ok(acc), Ok(x)) = (<&mut [V; 3]>::try_from(&mut acc[..]), <[V; 3]>::try_from(&x[..])) {
+                V::fma3_f16(acc, x, p);
+                return;
+            }
+            let k = V::load_f16(p);
+            for v in 0..N {
+                acc[v] = x[v].fma(k, acc[v]);
+            }
+        }
+    }
 }
 
 impl Element for Single {
@@ -51,7 +79,7 @@ impl Element for Single {
 
 /// The inner loops, compiled for one instruction set. They are the unit of code generation: what calls them is ordinary
 /// code, so that a dozen tile shapes do not end up in one function. Each is the free function of the same name.
-pub(super) trait Loops: Lanes {
+pub(super) trait Loops: Ints {
     /// # Safety
     /// As the free function; so for all.
     unsafe fn scores<E: Element, const N: usize, const AHEAD: bool>(
@@ -61,6 +89,17 @@ pub(super) trait Loops: Lanes {
         full: bool,
         t: Tile,
     );
+    /// # Safety
+    /// See `scores`.
+    unsafe fn two_scores<E: Element, const N: usize>(
+        q: *const f32,
+        k: [*const E::Raw; 2],
+        next: [*const u8; 2],
+        t: [Tile; 2],
+    );
+    /// # Safety
+    /// See `scores`.
+    unsafe fn weigh_all<const N: usize>(t: Tile);
     /// # Safety
     /// See `scores`.
     unsafe fn values<E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
@@ -78,6 +117,29 @@ pub(super) trait Loops: Lanes {
     /// # Safety
     /// See `scores`.
     unsafe fn widen<E: Element>(from: *const E::Raw, next: *const E::Raw, to: *mut f32, n: usize);
+    /// # Safety
+    /// See `scores`.
+    unsafe fn code_query(q: &[f32], scale: f32, stride: usize, to: *mut [i16; 2], unit: *mut f32);
+    /// # Safety
+    /// See `scores`.
+    unsafe fn code_scores<const N: usize, const AHEAD: bool>(
+        q: *const [i16; 2],
+        unit: *const f32,
+        at: *const u8,
+        next: *const u8,
+        full: bool,
+        t: Tile,
+    );
+    /// # Safety
+    /// See `scores`.
+    unsafe fn code_some(sees: Range<usize>, scales: *const u16, t: Tile);
+    /// # Safety
+    /// See `scores`.
+    unsafe fn code_values<const N: usize, const STRIP: usize, const AHEAD: bool>(
+        at: *const i8,
+        next: *const u8,
+        t: Tile,
+    );
     /// # Safety
     /// See `scores`.
     unsafe fn fold(m: &mut f32, l: &mut f32, o: &mut [f32], next: (f32, f32, &[f32]));
@@ -99,6 +161,21 @@ macro_rules! loops {
             ) {
                 // SAFETY: the caller's promise; so for all.
                 unsafe { scores::<Self, E, N, AHEAD>(q, k, next, full, t) }
+            }
+            $(#[$feature])?
+            unsafe fn two_scores<E: Element, const N: usize>(
+                q: *const f32,
+                k: [*const E::Raw; 2],
+                next: [*const u8; 2],
+                t: [Tile; 2],
+            ) {
+                // SAFETY: see `scores`.
+                unsafe { two_scores::<Self, E, N>(q, k, next, t) }
+            }
+            $(#[$feature])?
+            unsafe fn weigh_all<const N: usize>(t: Tile) {
+                // SAFETY: see `scores`.
+                unsafe { weigh_all::<Self, N>(t) }
             }
             $(#[$feature])?
             unsafe fn values<E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
@@ -127,6 +204,37 @@ macro_rules! loops {
                 unsafe { widen::<Self, E>(from, next, to, n) }
             }
             $(#[$feature])?
+            unsafe fn code_query(q: &[f32], scale: f32, stride: usize, to: *mut [i16; 2], unit: *mut f32) {
+                // SAFETY: see `scores`.
+                unsafe { codes::query::<Self>(q, scale, stride, to, unit) }
+            }
+            $(#[$feature])?
+            unsafe fn code_scores<const N: usize, const AHEAD: bool>(
+                q: *const [i16; 2],
+                unit: *const f32,
+                at: *const u8,
+                next: *const u8,
+                full: bool,
+                t: Tile,
+            ) {
+                // SAFETY: see `scores`.
+                unsafe { codes::scores::<Self, N, AHEAD>(q, unit, at, next, full, t) }
+            }
+            $(#[$feature])?
+            unsafe fn code_some(sees: Range<usize>, scales: *const u16, t: Tile) {
+                // SAFETY: see `scores`.
+                unsafe { codes::weigh_some::<Self>(sees, scales, t) }
+            }
+            $(#[$feature])?
+            unsafe fn code_values<const N: usize, const STRIP: usize, const AHEAD: bool>(
+                at: *const i8,
+                next: *const u8,
+                t: Tile,
+            ) {
+                // SAFETY: see `scores`.
+                unsafe { codes::values::<Self, N, STRIP, AHEAD>(at, next, t) }
+            }
+            $(#[$feature])?
             unsafe fn fold(m: &mut f32, l: &mut f32, o: &mut [f32], next: (f32, f32, &[f32])) {
                 // SAFETY: see `scores`.
                 unsafe { fold::<Self>(m, l, o, next) }
@@ -149,8 +257,10 @@ loops!(Neon);
 /// Softmax state of some vectors.
 #[derive(Clone, Copy)]
 pub(super) struct Tile {
-    /// Scores, then weights of one block, `[vectors][BLOCK]`.
+    /// Scores, then weights of one block, `[vectors][BLOCK]`; codes of weights are as many i16.
     pub w: *mut f32,
+    /// What a code of a weight stands for, `[vectors]`.
+    pub unit: *mut f32,
     /// Running maximum, `[vectors]`.
     pub m: *mut f32,
     /// Running sum in lanes, `[vectors][8]`.
@@ -169,6 +279,7 @@ impl Tile {
         unsafe {
             Tile {
                 w: self.w.add(v * BLOCK),
+                unit: self.unit.add(v),
                 m: self.m.add(v),
                 l: self.l.add(v * 8),
                 o: self.o.add(v * self.d),
@@ -208,14 +319,66 @@ unsafe fn scores<V: Loops, E: Element, const N: usize, const AHEAD: bool>(
             }
         }
         for v in 0..N {
-            let t = t.vector(v);
-            if full {
-                let (e0, e1) = weigh(acc[v][0], acc[v][1], t);
-                V::load(t.l).add(e0.add(e1)).store(t.l);
-                acc[v] = [e0, e1];
+            acc[v][0].store(t.vector(v).w);
+            acc[v][1].store(t.vector(v).w.add(8));
+        }
+        if full {
+            weigh_all::<V, N>(t);
+        }
+    }
+}
+
+/// Scores of two blocks at once, left in `w`: few vectors alone are too few chains to keep the multipliers busy.
+///
+/// # Safety
+/// As [`scores`], twice.
+#[inline(always)]
+unsafe fn two_scores<V: Loops, E: Element, const N: usize>(
+    q: *const f32,
+    k: [*const E::Raw; 2],
+    next: [*const u8; 2],
+    t: [Tile; 2],
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        // [block][half][vector]
+        let mut acc = [[[V::splat(0.0); N]; 2]; 2];
+        for i in 0..t[0].d {
+            let mut x = [V::splat(0.0); N];
+            for v in 0..N {
+                x[v] = V::splat(*q.add(i * N + v));
             }
-            acc[v][0].store(t.w);
-            acc[v][1].store(t.w.add(8));
+            for b in 0..2 {
+                V::prefetch(next[b].wrapping_add(i * BLOCK * size_of::<E::Raw>()));
+                for half in 0..2 {
+                    E::fma(&mut acc[b][half], x, k[b].add(i * BLOCK + 8 * half));
+                }
+            }
+        }
+        for b in 0..2 {
+            for v in 0..N {
+                let t = t[b].vector(v);
+                acc[b][0][v].store(t.w);
+                acc[b][1][v].store(t.w.add(8));
+            }
+        }
+    }
+}
+
+/// Softmax of vectors that see the whole block: scores in `w` become weights.
+///
+/// # Safety
+/// The CPU can run `V`; `t` holds `N` vectors.
+#[inline(always)]
+unsafe fn weigh_all<V: Loops, const N: usize>(t: Tile) {
+    for v in 0..N {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let t = t.vector(v);
+            let (e0, e1) = weigh(V::load(t.w), V::load(t.w.add(8)), t);
+            V::load(t.l).add(e0.add(e1)).store(t.l);
+            e0.store(t.w);
+            e1.store(t.w.add(8));
         }
     }
 }
@@ -228,7 +391,7 @@ const UNROLL: usize = 4;
 /// # Safety
 /// The CPU can run `V`; `t` holds a vector.
 #[inline(always)]
-unsafe fn weigh<V: Loops>(x0: V, x1: V, t: Tile) -> (V, V) {
+pub(super) unsafe fn weigh<V: Loops>(x0: V, x1: V, t: Tile) -> (V, V) {
     // SAFETY: the caller's promise.
     unsafe {
         let top = x0.max(x1);
@@ -289,7 +452,7 @@ unsafe fn weigh_some<V: Loops>(sees: Range<usize>, t: Tile) {
 /// # Safety
 /// The CPU can run `V`; `sees` is within the block, `first + 8` at most BLOCK.
 #[inline(always)]
-unsafe fn keep<V: Lanes>(x: V, other: V, sees: &Range<usize>, first: usize) -> V {
+pub(super) unsafe fn keep<V: Lanes>(x: V, other: V, sees: &Range<usize>, first: usize) -> V {
     // SAFETY: the loads start at 0..=16 plus `first` of 32 elements.
     unsafe {
         let from = V::load(FROM.as_ptr().add(BLOCK - sees.start + first));
@@ -318,7 +481,7 @@ const fn halves(low: f32, high: f32) -> [f32; 2 * BLOCK] {
 /// # Safety
 /// The CPU can run `V`; `t` holds `N` vectors, `at` is `[BLOCK][d]`; tokens are below BLOCK.
 #[inline(always)]
-unsafe fn values<V: Lanes, E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
+unsafe fn values<V: Ints, E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
     tokens: Range<usize>,
     at: *const E::Raw,
     next: *const u8,
@@ -351,7 +514,7 @@ unsafe fn values<V: Lanes, E: Element, const N: usize, const STRIP: usize, const
 /// # Safety
 /// As [`values`].
 #[inline(always)]
-unsafe fn strip<V: Lanes, E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
+unsafe fn strip<V: Ints, E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
     tokens: Range<usize>,
     at: *const E::Raw,
     next: *const u8,
@@ -361,10 +524,12 @@ unsafe fn strip<V: Lanes, E: Element, const N: usize, const STRIP: usize, const 
     let Tile { w, o, d, .. } = tile;
     // SAFETY: the caller's promise.
     unsafe {
-        let mut acc = [[V::splat(0.0); STRIP]; N];
+        // [strip][vector]: a vector of values meets all weights before the next one is needed, or the other way round,
+        // so that what waits in registers is the lesser of the two.
+        let mut acc = [[V::splat(0.0); N]; STRIP];
         for v in 0..N {
             for c in 0..STRIP {
-                acc[v][c] = V::load(o.add(v * d + i + 8 * c));
+                acc[c][v] = V::load(o.add(v * d + i + 8 * c));
             }
         }
         for t in tokens {
@@ -374,6 +539,16 @@ unsafe fn strip<V: Lanes, E: Element, const N: usize, const STRIP: usize, const 
                     V::prefetch(next.wrapping_add(row * size_of::<E::Raw>() + 64 * line));
                 }
             }
+            if N < STRIP {
+                let mut weights = [V::splat(0.0); N];
+                for v in 0..N {
+                    weights[v] = V::splat(*w.add(v * BLOCK + t));
+                }
+                for c in 0..STRIP {
+                    E::fma(&mut acc[c], weights, at.add(row + 8 * c));
+                }
+                continue;
+            }
             let mut x = [V::splat(0.0); STRIP];
             for c in 0..STRIP {
                 x[c] = E::load::<V>(at.add(row + 8 * c));
@@ -381,13 +556,13 @@ unsafe fn strip<V: Lanes, E: Element, const N: usize, const STRIP: usize, const 
             for v in 0..N {
                 let weight = V::splat(*w.add(v * BLOCK + t));
                 for c in 0..STRIP {
-                    acc[v][c] = weight.fma(x[c], acc[v][c]);
+                    acc[c][v] = weight.fma(x[c], acc[c][v]);
                 }
             }
         }
         for v in 0..N {
             for c in 0..STRIP {
-                acc[v][c].store(o.add(v * d + i + 8 * c));
+                acc[c][v].store(o.add(v * d + i + 8 * c));
             }
         }
     }

@@ -14,7 +14,40 @@ use super::loops::{Element, Loops, Single, Tile};
 use super::{Line, SPLIT, Scratch};
 
 /// Vectors of a full tile: two accumulators each, two registers for keys or values, one for the broadcast.
-const TILE: usize = 6;
+pub(super) const TILE: usize = 6;
+
+/// How a (block, head) is stored, and what a group does with one.
+pub(super) trait Storage {
+    /// Fills in the scaled queries of a state.
+    ///
+    /// # Safety
+    /// The CPU can run `V`; `s` has room for the group's queries.
+    unsafe fn queries<V: Loops>(g: &Group, s: &State);
+
+    /// Takes a state through the block that starts at token `start`; `at` is its (block, head), `next` one that will
+    /// be needed soon.
+    ///
+    /// # Safety
+    /// As [`split`]; `at` and `next` are starts of a (block, head).
+    unsafe fn block<V: Loops>(g: &Group, s: &State, start: usize, at: *const u8, next: *const u8);
+
+    /// Whether two blocks at once are faster.
+    fn pairs(_: &State) -> bool {
+        false
+    }
+
+    /// Two blocks, one after the other.
+    ///
+    /// # Safety
+    /// As `block`, twice.
+    unsafe fn two_blocks<V: Loops>(g: &Group, s: &State, start: usize, at: [*const u8; 2], next: [*const u8; 2]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            Self::block::<V>(g, s, start, at[0], next[0]);
+            Self::block::<V>(g, s, start + BLOCK, at[1], next[1]);
+        }
+    }
+}
 
 /// A group and everything that it reads.
 pub(super) struct Group<'a> {
@@ -40,6 +73,17 @@ impl Group<'_> {
         self.rows * self.heads
     }
 
+    /// Query of vector `v`.
+    pub fn query(&self, v: usize) -> &[f32] {
+        let (row, head) = (v / self.heads, v % self.heads);
+        &self.q[row * self.q_stride + head * self.head_dim..][..self.head_dim]
+    }
+
+    /// Factor on queries. Scores in powers of two save the exponential a multiplication.
+    pub fn scale(&self) -> f32 {
+        self.scale * std::f32::consts::LOG2_E
+    }
+
     /// Tokens that a row sees.
     pub fn sees(&self, row: usize) -> Range<usize> {
         let end = self.pos + row + 1;
@@ -47,12 +91,12 @@ impl Group<'_> {
     }
 
     /// Whether rows `first..=last` all see the whole block starting at `start`.
-    fn full(&self, first: usize, last: usize, start: usize) -> bool {
+    pub fn full(&self, first: usize, last: usize, start: usize) -> bool {
         self.sees(last).start <= start && self.sees(first).end >= start + BLOCK
     }
 
     /// Tokens of the block starting at `start` that a row sees, relative to it; empty if none.
-    fn sees_of(&self, row: usize, start: usize) -> Range<usize> {
+    pub fn sees_of(&self, row: usize, start: usize) -> Range<usize> {
         let sees = self.sees(row);
         let clip = |x: usize| x.saturating_sub(start).min(BLOCK);
         clip(sees.start)..clip(sees.end)
@@ -61,10 +105,12 @@ impl Group<'_> {
 
 /// State of a group inside one split, in borrowed working memory.
 pub(super) struct State<'s> {
-    /// Scaled queries, `[tile][head_dim][vectors of the tile]`.
-    q: *mut f32,
+    /// Scaled queries, `[tile][head_dim][vectors of the tile]`; as codes `[tile][head_dim / 2][vectors of the tile][2]`.
+    pub q: *mut f32,
+    /// What a code of a query stands for, `[vectors]`.
+    pub q_unit: *mut f32,
     /// Softmax of all vectors.
-    all: Tile,
+    pub all: Tile,
     /// A block's keys or values as f32, `[BLOCK * head_dim]`.
     wide: *mut f32,
     vectors: usize,
@@ -75,15 +121,18 @@ pub(super) struct State<'s> {
 
 impl<'s> State<'s> {
     /// Lays the arrays out in `scratch`, growing it, and fills in the queries.
-    pub fn new(g: &Group, scratch: &'s mut Scratch) -> State<'s> {
+    ///
+    /// # Safety
+    /// The CPU can run `V`.
+    pub unsafe fn new<V: Loops, S: Storage>(g: &Group, scratch: &'s mut Scratch) -> State<'s> {
         let (n, d) = (g.vectors(), g.head_dim);
-        let sizes = [n * d, n * d, n * BLOCK, n * 8, n, BLOCK * d].map(|x| x.div_ceil(16));
+        let sizes = [n * d, n * d, 2 * n * BLOCK, n * 8, n, n, n, BLOCK * d].map(|x| x.div_ceil(16));
         let lines: usize = sizes.iter().sum();
         if scratch.lines.len() < lines {
             scratch.lines.resize(lines, Line([0.0; 16]));
         }
         let mut at = scratch.lines.as_mut_ptr();
-        let [q, o, w, l, m, wide] = sizes.map(|size| {
+        let [q, o, w, l, m, unit, q_unit, wide] = sizes.map(|size| {
             let start = at;
             // SAFETY: the sizes add up to `lines`, which the vector holds.
             at = unsafe { at.add(size) };
@@ -91,27 +140,15 @@ impl<'s> State<'s> {
         });
         let count = n.div_ceil(TILE);
         let tiles = ((n / count, count - n % count), (n / count + 1, n % count));
-        let state = State { q, all: Tile { w, m, l, o, d }, wide, vectors: n, tiles, scratch: PhantomData };
-        // Scores in powers of two save the exponential a multiplication.
-        let scale = g.scale * std::f32::consts::LOG2_E;
-        for (first, len) in state.tiles() {
-            let mut from = [&g.q[..0]; TILE];
-            for (j, from) in from[..len].iter_mut().enumerate() {
-                let (row, head) = ((first + j) / g.heads, (first + j) % g.heads);
-                *from = &g.q[row * g.q_stride + head * d..][..d];
-            }
-            for i in 0..d {
-                for (j, from) in from[..len].iter().enumerate() {
-                    // SAFETY: first + j < n and i < d, so the index is below n * d.
-                    unsafe { *q.add(first * d + i * len + j) = from[i] * scale };
-                }
-            }
-        }
+        let all = Tile { w, m, l, unit, o, d };
+        let state = State { q, q_unit, all, wide, vectors: n, tiles, scratch: PhantomData };
+        // SAFETY: the caller's promise; the arrays have the sizes above.
+        unsafe { S::queries::<V>(g, &state) };
         state
     }
 
     /// Tiles that the vectors are cut into, as even as possible: (first vector, vectors).
-    fn tiles(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+    pub fn tiles(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let (short, longer) = self.tiles;
         let mut first = 0;
         (0..longer.1 + short.1).map(move |i| {
@@ -121,9 +158,16 @@ impl<'s> State<'s> {
         })
     }
 
+    /// The same state with other room for weights.
+    fn second(&self) -> State<'s> {
+        // SAFETY: `new` laid out two blocks of weights.
+        let w = unsafe { self.all.w.add(self.vectors * BLOCK) };
+        State { all: Tile { w, ..self.all }, scratch: PhantomData, ..*self }
+    }
+
     /// # Safety
     /// There is a vector `first`.
-    unsafe fn tile(&self, first: usize) -> Tile {
+    pub unsafe fn tile(&self, first: usize) -> Tile {
         // SAFETY: the caller's promise.
         unsafe { self.all.vector(first) }
     }
@@ -142,8 +186,8 @@ impl<'s> State<'s> {
 /// Runs the group through split `split`. Vectors whose rows see nothing of it end with sum 0.
 ///
 /// # Safety
-/// The CPU can run `V`; `E` is how `g.kv` stores elements; `s` was made from `g`; nobody appends to the table's blocks.
-pub(super) unsafe fn split<V: Loops, E: Element>(g: &Group, s: &State, split: usize) {
+/// The CPU can run `V`; `S` is how `g.kv` stores elements; `s` was made from `g`; nobody appends to the table's blocks.
+pub(super) unsafe fn split<V: Loops, S: Storage>(g: &Group, s: &State, split: usize) {
     // SAFETY: all pointers come from `State::new` with these sizes and from `KvMemory::head`.
     unsafe {
         for i in 0..s.vectors {
@@ -153,30 +197,101 @@ pub(super) unsafe fn split<V: Loops, E: Element>(g: &Group, s: &State, split: us
         std::ptr::write_bytes(s.all.o, 0, s.vectors * s.all.d);
         let start = (split * SPLIT).max(g.sees(0).start);
         let end = ((split + 1) * SPLIT).min(g.sees(g.rows - 1).end);
-        for block in start / BLOCK..end.div_ceil(BLOCK) {
-            let at = g.kv.head(g.layer, g.table[block], g.kv_head);
-            let next = g.table.get(block + 1).map_or(at, |&b| g.kv.head(g.layer, b, g.kv_head));
-            one_block::<V, E>(g, s, block * BLOCK, at.cast(), next.cast());
+        let (mut block, end) = (start / BLOCK, end.div_ceil(BLOCK));
+        let head = |block: usize| g.kv.head(g.layer, g.table[block.min(g.table.len() - 1)], g.kv_head).cast_const();
+        while block < end {
+            let step = if end - block > 1 && S::pairs(s) { 2 } else { 1 };
+            let at = [head(block), head(block + 1)];
+            // The last ones have no successors.
+            let next = if block + step < g.table.len() { [head(block + step), head(block + step + 1)] } else { at };
+            if step == 2 {
+                S::two_blocks::<V>(g, s, block * BLOCK, at, next);
+            } else {
+                S::block::<V>(g, s, block * BLOCK, at[0], next[0]);
+            }
+            block += step;
         }
     }
 }
 
+impl<E: Element> Storage for E {
+    unsafe fn queries<V: Loops>(g: &Group, s: &State) {
+        let d = g.head_dim;
+        let scale = g.scale();
+        for (first, len) in s.tiles() {
+            let mut from = [&g.q[..0]; TILE];
+            for (j, from) in from[..len].iter_mut().enumerate() {
+                *from = g.query(first + j);
+            }
+            for i in 0..d {
+                for (j, from) in from[..len].iter().enumerate() {
+                    // SAFETY: first + j is below the vectors and i < d, so the index is below vectors * d.
+                    unsafe { *s.q.add(first * d + i * len + j) = from[i] * scale };
+                }
+            }
+        }
+    }
+
+    unsafe fn block<V: Loops>(g: &Group, s: &State, start: usize, at: *const u8, next: *const u8) {
+        let d = s.all.d;
+        let full = g.full(0, g.rows - 1, start);
+        let (k, next): (*const E::Raw, *const E::Raw) = (at.cast(), next.cast());
+        // SAFETY: V lies behind K^T; the arrays of `s` have the sizes that the callees need.
+        unsafe {
+            let (v, next_v) = (k.add(BLOCK * d), next.add(BLOCK * d));
+            if E::CONVERTED && s.vectors > TILE {
+                V::widen::<E>(k, next, s.wide, BLOCK * d);
+                all_scores::<V, Single>(g, s, start, full, s.wide, s.wide);
+                V::widen::<E>(v, next_v, s.wide, BLOCK * d);
+                all_values::<V, Single>(g, s, start, full, s.wide, s.wide);
+            } else {
+                all_scores::<V, E>(g, s, start, full, k, next);
+                all_values::<V, E>(g, s, start, full, v, next_v);
+            }
+        }
+    }
+
+    fn pairs(s: &State) -> bool {
+        s.vectors <= 3
+    }
+
+    unsafe fn two_blocks<V: Loops>(g: &Group, s: &State, start: usize, at: [*const u8; 2], next: [*const u8; 2]) {
+        let second = s.second();
+        let (k, next_v) =
+            (at.map(|at| at.cast::<E::Raw>()), next.map(|n| n.cast::<E::Raw>().wrapping_add(BLOCK * s.all.d)));
+        // SAFETY: as in `block`.
+        unsafe {
+            let t = [s.tile(0), second.tile(0)];
+            match s.vectors {
+                1 => V::two_scores::<E, 1>(s.q, k, next, t),
+                2 => V::two_scores::<E, 2>(s.q, k, next, t),
+                _ => V::two_scores::<E, 3>(s.q, k, next, t),
+            }
+            for (b, s) in [s, &second].into_iter().enumerate() {
+                let start = start + b * BLOCK;
+                let full = g.full(0, g.rows - 1, start);
+                match s.vectors {
+                    _ if !full => weigh_seen::<V>(g, s, start, 0..s.vectors),
+                    1 => V::weigh_all::<1>(t[b]),
+                    2 => V::weigh_all::<2>(t[b]),
+                    _ => V::weigh_all::<3>(t[b]),
+                }
+                all_values::<V, E>(g, s, start, full, k[b].add(BLOCK * s.all.d), next_v[b]);
+            }
+        }
+    }
+}
+
+/// Softmax of single vectors over what they see of a block.
+///
 /// # Safety
-/// As [`split`]; `k` and `next` are the starts of a (block, head).
-unsafe fn one_block<V: Loops, E: Element>(g: &Group, s: &State, start: usize, k: *const E::Raw, next: *const E::Raw) {
-    let d = s.all.d;
-    let full = g.full(0, g.rows - 1, start);
-    // SAFETY: V lies behind K^T; the arrays of `s` have the sizes that the callees need.
-    unsafe {
-        let (v, next_v) = (k.add(BLOCK * d), next.add(BLOCK * d));
-        if E::CONVERTED && s.vectors > TILE {
-            V::widen::<E>(k, next, s.wide, BLOCK * d);
-            all_scores::<V, Single>(g, s, start, full, s.wide, s.wide);
-            V::widen::<E>(v, next_v, s.wide, BLOCK * d);
-            all_values::<V, Single>(g, s, start, full, s.wide, s.wide);
-        } else {
-            all_scores::<V, E>(g, s, start, full, k, next);
-            all_values::<V, E>(g, s, start, full, v, next_v);
+/// As [`Storage::block`]; scores of these vectors are there.
+unsafe fn weigh_seen<V: Loops>(g: &Group, s: &State, start: usize, vectors: Range<usize>) {
+    for v in vectors {
+        let sees = g.sees_of(v / g.heads, start);
+        if !sees.is_empty() {
+            // SAFETY: the caller's promise.
+            unsafe { V::weigh_some(sees, s.tile(v)) };
         }
     }
 }
@@ -233,7 +348,7 @@ unsafe fn values_of<V: Loops, E: Element, const AHEAD: bool>(
 /// Scores and weights of a block for every tile.
 ///
 /// # Safety
-/// As [`one_block`].
+/// As [`Storage::block`].
 unsafe fn all_scores<V: Loops, E: Element>(
     g: &Group,
     s: &State,
@@ -252,14 +367,8 @@ unsafe fn all_scores<V: Loops, E: Element>(
             } else {
                 scores_of::<V, E, false>(len, q, k, next.cast(), full, t);
             }
-            if full {
-                continue;
-            }
-            for v in first..first + len {
-                let sees = g.sees_of(v / g.heads, start);
-                if !sees.is_empty() {
-                    V::weigh_some(sees, s.tile(v));
-                }
+            if !full {
+                weigh_seen::<V>(g, s, start, first..first + len);
             }
         }
     }
@@ -268,7 +377,7 @@ unsafe fn all_scores<V: Loops, E: Element>(
 /// Adds the block's weighted values to every tile.
 ///
 /// # Safety
-/// As [`one_block`]; `all_scores` ran on the block.
+/// As [`Storage::block`]; `all_scores` ran on the block.
 unsafe fn all_values<V: Loops, E: Element>(
     g: &Group,
     s: &State,

@@ -123,6 +123,7 @@ impl Forward {
         let kv = match self.kv.kind() {
             KvType::F16 => "f16",
             KvType::F32 => "f32",
+            KvType::Int8 => "int8",
         };
         let (isa, threads) = (self.isa.name, self.team.threads());
         format!("{acts} activations, {kv} KV, {isa}, {threads} thread{}", if threads == 1 { "" } else { "s" })
