@@ -26,6 +26,9 @@ const MOST: f32 = 32767.0;
 const LEAST: f32 = 1e-30;
 
 impl Storage for Codes {
+    /// A block is done sooner than its successor arrives.
+    const AHEAD: usize = 2;
+
     unsafe fn queries<V: Loops>(g: &Group, s: &State) {
         let d = g.head_dim;
         for (first, len) in s.tiles() {

@@ -51,47 +51,54 @@ pub(super) trait Ints: Lanes {
     fn spread_greatest(self) -> Self;
 }
 
-impl Ints for Portable {
-    type Pairs = [[i16; 2]; 8];
-    type Sums = [i32; 8];
-    #[inline(always)]
-    unsafe fn zeros() -> [i32; 8] {
-        [0; 8]
-    }
-    #[inline(always)]
-    unsafe fn pairs(p: *const i8) -> [[i16; 2]; 8] {
-        // SAFETY: the caller's promise.
-        unsafe { p.cast::<[[i8; 2]; 8]>().read() }.map(|pair| pair.map(i16::from))
-    }
-    #[inline(always)]
-    unsafe fn pair(p: *const [i16; 2]) -> [[i16; 2]; 8] {
-        // SAFETY: the caller's promise.
-        [unsafe { *p }; 8]
-    }
-    #[inline(always)]
-    unsafe fn dot(sums: [i32; 8], a: [[i16; 2]; 8], b: [[i16; 2]; 8]) -> [i32; 8] {
-        let product = |l: usize, j: usize| i32::from(a[l][j]) * i32::from(b[l][j]);
-        std::array::from_fn(|l| sums[l].wrapping_add(product(l, 0)).wrapping_add(product(l, 1)))
-    }
-    #[inline(always)]
-    unsafe fn floats(sums: [i32; 8]) -> Self {
-        // SAFETY: portable code runs everywhere; the array holds 8 elements.
-        unsafe { Portable::load(sums.map(|x| x as f32).as_ptr()) }
-    }
-    #[inline(always)]
-    unsafe fn store_i16(low: Self, high: Self, p: *mut i16) {
-        for (half, x) in [low, high].into_iter().enumerate() {
-            let codes = x.to_array().map(|x| (x + MAGIC).to_bits() as i16);
-            // SAFETY: the caller's promise.
-            unsafe { p.add(8 * half).cast::<[i16; 8]>().write(codes) };
+/// In plain Rust, which compilers turn into vectors, for any lanes.
+macro_rules! plain {
+    ($lanes:ty) => {
+        impl Ints for $lanes {
+            type Pairs = [[i16; 2]; 8];
+            type Sums = [i32; 8];
+            #[inline(always)]
+            unsafe fn zeros() -> [i32; 8] {
+                [0; 8]
+            }
+            #[inline(always)]
+            unsafe fn pairs(p: *const i8) -> [[i16; 2]; 8] {
+                // SAFETY: the caller's promise.
+                unsafe { p.cast::<[[i8; 2]; 8]>().read() }.map(|pair| pair.map(i16::from))
+            }
+            #[inline(always)]
+            unsafe fn pair(p: *const [i16; 2]) -> [[i16; 2]; 8] {
+                // SAFETY: the caller's promise.
+                [unsafe { *p }; 8]
+            }
+            #[inline(always)]
+            unsafe fn dot(sums: [i32; 8], a: [[i16; 2]; 8], b: [[i16; 2]; 8]) -> [i32; 8] {
+                let product = |l: usize, j: usize| i32::from(a[l][j]) * i32::from(b[l][j]);
+                std::array::from_fn(|l| sums[l].wrapping_add(product(l, 0)).wrapping_add(product(l, 1)))
+            }
+            #[inline(always)]
+            unsafe fn floats(sums: [i32; 8]) -> Self {
+                // SAFETY: the caller's promise; the array holds 8 elements.
+                unsafe { <$lanes>::load(sums.map(|x| x as f32).as_ptr()) }
+            }
+            #[inline(always)]
+            unsafe fn store_i16(low: Self, high: Self, p: *mut i16) {
+                for (half, x) in [low, high].into_iter().enumerate() {
+                    let codes = x.to_array().map(|x| (x + MAGIC).to_bits() as i16);
+                    // SAFETY: the caller's promise.
+                    unsafe { p.add(8 * half).cast::<[i16; 8]>().write(codes) };
+                }
+            }
+            #[inline(always)]
+            fn spread_greatest(self) -> Self {
+                // SAFETY: `self` exists, so the CPU has the instruction set.
+                unsafe { <$lanes>::splat(super::super::lanes::greatest(self)) }
+            }
         }
-    }
-    #[inline(always)]
-    fn spread_greatest(self) -> Self {
-        // SAFETY: portable code runs everywhere.
-        unsafe { Portable::splat(super::super::lanes::greatest(self)) }
-    }
+    };
 }
+
+plain!(Portable);
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {

@@ -31,6 +31,9 @@ pub(super) trait Storage {
     /// As [`split`]; `at` and `next` are starts of a (block, head).
     unsafe fn block<V: Loops>(g: &Group, s: &State, start: usize, at: *const u8, next: *const u8);
 
+    /// How many steps ahead blocks are asked for.
+    const AHEAD: usize = 1;
+
     /// Whether two blocks at once are faster.
     fn pairs(_: &State) -> bool {
         false
@@ -202,8 +205,9 @@ pub(super) unsafe fn split<V: Loops, S: Storage>(g: &Group, s: &State, split: us
         while block < end {
             let step = if end - block > 1 && S::pairs(s) { 2 } else { 1 };
             let at = [head(block), head(block + 1)];
+            let ahead = block + step * S::AHEAD;
             // The last ones have no successors.
-            let next = if block + step < g.table.len() { [head(block + step), head(block + step + 1)] } else { at };
+            let next = if ahead < g.table.len() { [head(ahead), head(ahead + 1)] } else { at };
             if step == 2 {
                 S::two_blocks::<V>(g, s, block * BLOCK, at, next);
             } else {
