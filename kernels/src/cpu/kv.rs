@@ -277,10 +277,10 @@ unsafe fn write_codes(at: *mut u8, slot: usize, k: &[f32], v: &[f32]) {
         for (value, scale) in scales.into_iter().enumerate() {
             (at as *mut f16).add(value * BLOCK + slot).write(scale);
         }
-        for i in 0..d {
+        for (i, (&k, &v)) in codes[0][..d].iter().zip(&codes[1]).enumerate() {
             let places = code_places(d, slot, i);
-            (at as *mut i8).add(places[0]).write(codes[0][i]);
-            (at as *mut i8).add(places[1]).write(codes[1][i]);
+            (at as *mut i8).add(places[0]).write(k);
+            (at as *mut i8).add(places[1]).write(v);
         }
     }
 }
