@@ -3,6 +3,8 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::super::lanes::Avx2;
+#[cfg(target_arch = "aarch64")]
+use super::super::lanes::Neon;
 use super::super::lanes::{Lanes, MAGIC, Portable};
 
 /// Integer operations of a CPU that has the `Lanes`.
@@ -99,6 +101,8 @@ macro_rules! plain {
 }
 
 plain!(Portable);
+#[cfg(target_arch = "aarch64")]
+plain!(Neon);
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
