@@ -14,9 +14,9 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 const SHAPES: [(usize, usize); 5] = [(576, 576), (1536, 576), (576, 1536), (49152, 576), (8192, 2048)];
-const BATCHES: [usize; 7] = [1, 2, 4, 8, 16, 64, 256];
+const BATCHES: [usize; 8] = [1, 2, 4, 8, 16, 32, 64, 256];
 /// Activation rows per call: what a (panel, rows) work unit of a prefill is.
-const CHUNK: usize = 64;
+const CHUNK: usize = 32;
 
 fn main() {
     let words: Vec<String> = std::env::args().skip(1).collect();

@@ -1,7 +1,8 @@
 //! int4 and e2m1 weights, int8 activations.
 //!
-//! Few rows: straight from the nibbles, one pass over the codes, prefetched. Many rows: a span of
-//! 128 columns is unpacked to bytes once (8 KiB, in L1) and all rows sweep over it.
+//! Straight from the nibbles, 128 columns (a span) at a time, prefetched. Unpacking a span to bytes first was measured
+//! 10 to 20 % slower from 4 to 256 rows: its stores cost more than three operations a quad for every four rows. Only
+//! e2m1 codes, which are looked up, are unpacked for many rows.
 //! A pair of products fits i16 (2*15*127 = 3810) and so do 8 such sums (30480), hence a widening
 //! add once a block. The integers of e2m1 reach 28: their sums fit with 16 subtracted (24384), which
 //! is what they end at whatever happens on the way.
@@ -12,7 +13,7 @@ use crate::cpu::linear::{SPAN, Scratch};
 use std::arch::asm;
 use std::ops::Range;
 
-/// From this many rows on, unpacking a span pays.
+/// From this many rows on, unpacking a span of e2m1 codes pays.
 const SWEEP: usize = 24;
 
 /// Bytes of an unpacked span of 16 rows.
@@ -51,13 +52,15 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
     scratch: &mut Scratch,
 ) {
     let block = QUADS * 4;
-    let sweep = rows.len() >= SWEEP;
+    let sweep = Z == FP4 && rows.len() >= SWEEP;
+    // One or two rows use each scale once or twice: widening them beforehand would cost as much as using them.
+    let halves = rows.len() <= 2 && w.scale == FloatType::F16 && w.supers.is_empty() && w.mini.is_none();
     scratch.bytes.reserve(4 * STRIP);
     tile.fill(0.0);
     middles(w, 0, &mut scratch.meta);
     for b0 in (0..a.blocks()).step_by(SPAN / block) {
         let count = (a.blocks() - b0).min(SPAN / block);
-        widen(w, b0, count, 0, &mut scratch.meta);
+        slots(w, b0, count, 0, !halves, &mut scratch.meta);
         let codes = w.codes[b0 * block * 32..][..count * block * 32].as_ptr();
         let bytes = scratch.bytes.ptr();
         // SAFETY: `codes` are the span's, `bytes` has room for one; every block of rows below is in
@@ -71,7 +74,7 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
                 for first in rows.clone().step_by(MR) {
                     let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
                     let ahead = if first == rows.start { AHEAD } else { 0 };
-                    let at = Span { a, first, b0, count, meta: &scratch.meta };
+                    let at = Span { w, a, first, b0, count, halves, meta: &scratch.meta };
                     let mb = (rows.end - first).min(MR);
                     if sweep {
                         let w = bytes.add(strip * STRIP);
@@ -140,21 +143,26 @@ fn nibbles<const Z: u8>(v: __m256i) -> [__m256i; 2] {
 
 /// One block of activation rows against one span.
 struct Span<'a> {
+    w: &'a IntPanel<'a>,
     a: &'a Int8,
     /// First activation row.
     first: usize,
     /// First activation block and their count.
     b0: usize,
     count: usize,
+    /// Scales and minima are read in place, as f16.
+    halves: bool,
     meta: &'a Meta,
 }
 
 impl Span<'_> {
     /// `R` activation rows against `N` strips of 16 weight rows from `strip` on; adds to `y[R][64]`.
     /// `PACKED`: `w` are quads of nibbles, 128 bytes apart, else of unpacked bytes, 64 apart (`N` = 1).
+    /// `N * R` is at most 4.
     ///
     /// # Safety
     /// The rows and blocks are in `a`, the span's weights at `w`; `y` has `R` rows.
+    #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn rows<const Z: u8, const QUADS: usize, const PACKED: bool, const N: usize, const R: usize>(
         &self,
@@ -168,23 +176,35 @@ impl Span<'_> {
         let mut q = a.q_ptr(self.first, self.b0);
         let mut middles = a.middle_ptr(self.first, self.b0);
         let (mut sa, mut sums) = (a.scale_ptr(self.first, self.b0), a.sum_ptr(self.first, self.b0));
-        let mut w = w;
-        for slot in &self.meta.slot[..self.count] {
-            // SAFETY: the caller's promises; a meta row has 64 elements, `strip + N <= 4`.
+        let (mut w, mut held) = (w, [[_mm256_setzero_ps(); 2]; 4]);
+        // SAFETY: the caller's promise.
+        unsafe { exchange::<N, R, false>(y, strip, &mut held) };
+        for (i, slot) in self.meta.slot[..self.count].iter().enumerate() {
+            // SAFETY: the caller's promises; a meta row has 64 elements, `strip + N <= 4`; `halves` says what it needs.
             unsafe {
-                let t = dots::<Z, QUADS, PACKED, N, R>(w, q, middles, ahead);
+                if PACKED && ahead > 0 {
+                    for line in 0..QUADS * N.div_ceil(2) {
+                        prefetch(w.wrapping_add(ahead + line * if N > 2 { 64 } else { 128 }));
+                    }
+                }
+                let t = dots::<Z, QUADS, PACKED, N, R>(w, q, middles);
                 for n in 0..N {
                     for h in 0..2 {
                         let c = (strip + n) * 16 + h * 8;
-                        let (s, z, m) = self.meta.at(*slot, c);
+                        let of = if R <= 2 && self.halves {
+                            let g = (self.b0 + i) * QUADS * 4 / self.w.group;
+                            Factors::halves::<Z>(self.w, g, self.meta, *slot, c)
+                        } else {
+                            Factors::wide(self.meta, *slot, c)
+                        };
                         for r in 0..R {
                             let row = RowBlock { scale: *sa.add(r), sum: *sums.add(r) };
-                            let (t, y) = (t[r][n][h], y.add(r * PANEL + c));
-                            if Z == CODE {
-                                fold::<true, Z>(t, s, z, m, row, y);
+                            let (t, y) = (t[n * R + r][h], &mut held[n * R + r][h]);
+                            *y = if Z == CODE {
+                                fold::<true, Z>(t, of, row, *y)
                             } else {
-                                fold::<false, Z>(t, s, z, m, row, y);
-                            }
+                                fold::<false, Z>(t, of, row, *y)
+                            };
                         }
                     }
                 }
@@ -194,10 +214,12 @@ impl Span<'_> {
             middles = middles.wrapping_add(m);
             (sa, sums) = (sa.wrapping_add(m), sums.wrapping_add(m));
         }
+        // SAFETY: the caller's promise.
+        unsafe { exchange::<N, R, true>(y, strip, &mut held) };
     }
 }
 
-/// `sum(u * a)` over one activation block: `[row][strip][low or high 8 rows]`, 8 outputs each.
+/// `sum(u * a)` over one activation block: `[strip * R + row][low or high 8 rows]`, 8 outputs each.
 /// With `Z` = MID, `sum((u - 8) * a)`: the 16-bit sums start at `middles`, and end within +-16256
 /// however they wrap on the way. With FP4, likewise, `sum((u - 16) * a)`.
 ///
@@ -209,48 +231,60 @@ unsafe fn dots<const Z: u8, const QUADS: usize, const PACKED: bool, const N: usi
     w: *const u8,
     a: *const i8,
     middles: *const i32,
-    ahead: usize,
-) -> [[[__m256i; 2]; N]; R] {
-    let mut acc = [[[_mm256_setzero_si256(); 2]; N]; R];
-    for q in 0..QUADS {
-        // SAFETY: the caller's promise: quad `q` is in the block.
-        unsafe {
-            let w = w.add(q * if PACKED { 128 } else { 64 });
-            let a = a.add(q * 4 * R);
+) -> [[__m256i; 2]; 4] {
+    let mut acc = [[_mm256_setzero_si256(); 2]; 4];
+    // SAFETY: the caller's promises.
+    unsafe {
+        for r in 0..R {
+            let eight = _mm256_set1_epi32(*middles.add(r));
+            let start = match Z {
+                MID => eight,
+                FP4 => _mm256_add_epi16(eight, eight),
+                _ => _mm256_setzero_si256(),
+            };
             for n in 0..N {
-                let [lo, hi] = if PACKED {
-                    if ahead > 0 && n % 2 == 0 {
-                        prefetch(w.wrapping_add(ahead + n * 32));
-                    }
-                    nibbles::<Z>(load_bytes(w.add(n * 32)))
-                } else {
-                    [load_bytes(w), load_bytes(w.add(32))]
-                };
+                acc[n * R + r] = [start; 2];
+            }
+        }
+        match (PACKED, N) {
+            (true, _) if Z == FP4 => looked_up::<QUADS, N, R>(w, a, &mut acc),
+            (true, 4) => dots::panel::<QUADS>(w, a, &mut acc),
+            (true, 2) => dots::pair::<QUADS>(w, a, &mut acc),
+            _ => dots::strip::<QUADS, PACKED, R>(w, a, &mut acc),
+        }
+    }
+    for n in 0..N * R {
+        for h in 0..2 {
+            acc[n][h] = _mm256_madd_epi16(acc[n][h], _mm256_set1_epi16(1));
+        }
+    }
+    acc
+}
+
+/// The sums of [`dots`] for packed e2m1 codes.
+///
+/// # Safety
+/// As [`dots`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn looked_up<const QUADS: usize, const N: usize, const R: usize>(
+    w: *const u8,
+    a: *const i8,
+    acc: &mut [[__m256i; 2]; 4],
+) {
+    for q in 0..QUADS {
+        for n in 0..N {
+            // SAFETY: the caller's promise: quad `q` is in the block.
+            unsafe {
+                let [lo, hi] = nibbles::<FP4>(load_bytes(w.add(q * 128 + n * 32)));
                 for r in 0..R {
-                    let a = quad(a.add(r * 4));
-                    if q == 0 && (Z == MID || Z == FP4) {
-                        let eight = _mm256_set1_epi32(*middles.add(r));
-                        let start = if Z == MID { eight } else { _mm256_add_epi16(eight, eight) };
-                        acc[r][n] = [start; 2];
-                    }
-                    if q == 0 && (Z == CODE || Z == MIN) {
-                        acc[r][n] = [_mm256_maddubs_epi16(lo, a), _mm256_maddubs_epi16(hi, a)];
-                    } else {
-                        mac(&mut acc[r][n][0], lo, a);
-                        mac(&mut acc[r][n][1], hi, a);
-                    }
+                    let a = quad(a.add((q * R + r) * 4));
+                    mac(&mut acc[n * R + r][0], lo, a);
+                    mac(&mut acc[n * R + r][1], hi, a);
                 }
             }
         }
     }
-    for r in 0..R {
-        for n in 0..N {
-            for h in 0..2 {
-                acc[r][n][h] = _mm256_madd_epi16(acc[r][n][h], _mm256_set1_epi16(1));
-            }
-        }
-    }
-    acc
 }
 
 /// `acc += maddubs(w, a)` on i16. As assembly, because LLVM otherwise reassociates the additions

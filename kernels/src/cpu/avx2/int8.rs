@@ -98,15 +98,16 @@ impl Span<'_> {
                     let t = dots::<N, R>(w.add(v * 32), q, self.block / 4, ahead);
                     for n in 0..N {
                         let c = (v + n) * 8;
-                        let (s, z, m) = self.meta.at(*slot, c);
+                        let of = Factors::wide(self.meta, *slot, c);
                         for r in 0..R {
                             let row = RowBlock { scale: *sa.add(r), sum: *sums.add(r) };
                             let (t, y) = (t[r][n], y.add(r * PANEL + c));
-                            if Z == MID {
-                                fold::<false, Z>(t, s, z, m, row, y);
+                            let out = if Z == MID {
+                                fold::<false, Z>(t, of, row, load(y))
                             } else {
-                                fold::<true, Z>(t, s, z, m, row, y);
-                            }
+                                fold::<true, Z>(t, of, row, load(y))
+                            };
+                            _mm256_storeu_ps(y, out);
                         }
                     }
                 }

@@ -9,6 +9,7 @@
 // A register tile is indexed alike where it is loaded, summed and stored.
 #![allow(clippy::needless_range_loop)]
 
+mod dots;
 mod exact;
 mod float;
 mod int4;
@@ -121,6 +122,12 @@ pub(super) fn middles(w: &IntPanel, bias: i32, meta: &mut Meta) {
 /// Zeros are kept less `bias`, as 16-bit numbers in 32-bit lanes: a factor for `vpmaddwd`.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn widen(w: &IntPanel, b0: usize, count: usize, bias: i32, meta: &mut Meta) {
+    slots(w, b0, count, bias, true, meta);
+}
+
+/// [`widen`]; scales and minima only if `wide`.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn slots(w: &IntPanel, b0: usize, count: usize, bias: i32, wide: bool, meta: &mut Meta) {
     let mut slot = 0;
     for i in 0..count {
         let g = (b0 + i) * w.block / w.group;
@@ -130,7 +137,8 @@ pub(super) fn widen(w: &IntPanel, b0: usize, count: usize, bias: i32, meta: &mut
         }
         slot += (i > 0) as usize;
         meta.slot[i] = slot;
-        if w.supers.is_empty() {
+        if !wide {
+        } else if w.supers.is_empty() {
             let plane = g * PANEL * w.scale.size()..(g + 1) * PANEL * w.scale.size();
             floats(w.scale, &w.scales[plane.clone()], w.unit, &mut meta.s[slot]);
             if w.zero == ZeroKind::Min {
@@ -188,10 +196,15 @@ fn nested(w: &IntPanel, lower: &[u8], g: usize, level: usize, to: &mut [f32; PAN
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn zeros4(from: &[u8], bias: i32, to: &mut [i32; PANEL]) {
-    for (byte, to) in from.chunks_exact(8).zip(to.chunks_exact_mut(16)) {
-        for l in 0..8 {
-            to[l] = ((byte[l] & 15) as i32 - bias) & 0xffff;
-            to[8 + l] = ((byte[l] >> 4) as i32 - bias) & 0xffff;
+    let (low, bias) = (_mm256_set1_epi32(15), _mm256_set1_epi32(bias));
+    let word = |z: __m256i| _mm256_and_si256(_mm256_sub_epi32(z, bias), _mm256_set1_epi32(0xffff));
+    for (bytes, to) in from.chunks_exact(8).zip(to.chunks_exact_mut(16)) {
+        // SAFETY: 8 bytes are read, 16 elements written.
+        unsafe {
+            let both = _mm256_cvtepu8_epi32(_mm_loadl_epi64(bytes.as_ptr().cast()));
+            let to = to.as_mut_ptr();
+            _mm256_storeu_si256(to.cast(), word(_mm256_and_si256(both, low)));
+            _mm256_storeu_si256(to.add(8).cast(), word(_mm256_srli_epi32::<4>(both)));
         }
     }
 }
@@ -219,32 +232,84 @@ struct RowBlock {
     sum: i32,
 }
 
-/// `y = fma(t - z * sum, s * scale, y)` on 8 outputs, then with a minimum `y = fma(m * scale, sum, y)`.
+/// `fma(t - z * sum, s * scale, y)` on 8 outputs, then with a minimum `fma(m * scale, sum, y)`.
 /// `SUB`: there is a `z` to subtract. `Z`: the zero kind.
-///
-/// # Safety
-/// `s`, `z`, `m` and `y` point at 8 elements.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn fold<const SUB: bool, const Z: u8>(
-    mut t: __m256i,
-    s: *const f32,
-    z: *const i32,
-    m: *const f32,
-    row: RowBlock,
-    y: *mut f32,
-) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let (scale, sum) = (_mm256_set1_ps(row.scale), _mm256_set1_epi32(row.sum));
-        if SUB {
-            // Zeros are 16-bit with an upper half of 0 and |sum| < 2^15: the product is exact.
-            t = _mm256_sub_epi32(t, _mm256_madd_epi16(_mm256_loadu_si256(z.cast()), sum));
+fn fold<const SUB: bool, const Z: u8>(mut t: __m256i, of: Factors, row: RowBlock, y: __m256) -> __m256 {
+    let (scale, sum) = (_mm256_set1_ps(row.scale), _mm256_set1_epi32(row.sum));
+    if SUB {
+        // Zeros are 16-bit with an upper half of 0 and |sum| < 2^15: the product is exact.
+        t = _mm256_sub_epi32(t, _mm256_madd_epi16(of.z, sum));
+    }
+    let out = _mm256_fmadd_ps(_mm256_cvtepi32_ps(t), _mm256_mul_ps(of.s, scale), y);
+    if Z == MIN {
+        return _mm256_fmadd_ps(_mm256_mul_ps(of.m, scale), _mm256_cvtepi32_ps(sum), out);
+    }
+    out
+}
+
+/// Scales, zeros and minima of 8 outputs; what the scheme lacks is anything.
+#[derive(Clone, Copy)]
+struct Factors {
+    s: __m256,
+    z: __m256i,
+    m: __m256,
+}
+
+impl Factors {
+    /// From row `c` of the panel on, widened.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn wide(meta: &Meta, slot: usize, c: usize) -> Factors {
+        let (s, z, m) = meta.at(slot, c);
+        // SAFETY: `slot` and `c` come from this module's loops: the 8 elements are the meta's.
+        unsafe { Factors { s: load(s), z: _mm256_loadu_si256(z.cast()), m: load(m) } }
+    }
+
+    /// The same, scales and minima straight from their f16 planes: group `g`.
+    ///
+    /// # Safety
+    /// The panel's scales, and minima if `Z` says so, are f16 and not nested; the group exists.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn halves<const Z: u8>(w: &IntPanel, g: usize, meta: &Meta, slot: usize, c: usize) -> Factors {
+        let z = meta.at(slot, c).1;
+        // SAFETY: the caller's promise; zeros as in `wide`.
+        unsafe {
+            let s = load8(FloatType::F16, w.scales.as_ptr(), g * PANEL + c);
+            let m = if Z == MIN { load8(FloatType::F16, w.zeros.as_ptr(), g * PANEL + c) } else { s };
+            Factors { s, z: _mm256_loadu_si256(z.cast()), m }
         }
-        let mut out = _mm256_fmadd_ps(_mm256_cvtepi32_ps(t), _mm256_mul_ps(load(s), scale), load(y));
-        if Z == MIN {
-            out = _mm256_fmadd_ps(_mm256_mul_ps(load(m), scale), _mm256_cvtepi32_ps(sum), out);
+    }
+}
+
+/// Outputs of up to 4 (strip, row) pairs, low and high 8 weight rows.
+///
+/// A tile is fetched once a span and put back at its end: outputs are 256 bytes from row to row, and stores
+/// between the loads of a block cost a fifth of the speed where they meet them in the lowest 12 bits of an address.
+type Outputs = [[__m256; 2]; 4];
+
+/// Fetches the outputs of `R` rows and `N` strips from `strip` on, `[strip * R + row]`, or puts them back.
+///
+/// # Safety
+/// `y` has `R` rows of 64.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn exchange<const N: usize, const R: usize, const BACK: bool>(y: *mut f32, strip: usize, held: &mut Outputs) {
+    for n in 0..N {
+        for r in 0..R {
+            for h in 0..2 {
+                // SAFETY: the caller's promise; `strip + N <= 4`.
+                unsafe {
+                    let at = y.add(r * PANEL + (strip + n) * 16 + h * 8);
+                    if BACK {
+                        _mm256_storeu_ps(at, held[n * R + r][h]);
+                    } else {
+                        held[n * R + r][h] = load(at);
+                    }
+                }
+            }
         }
-        _mm256_storeu_ps(y, out);
     }
 }

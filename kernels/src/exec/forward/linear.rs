@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Most activation rows of one unit of a linear layer: what a panel's weights are unpacked for.
-const ROWS: usize = 64;
+const ROWS: usize = 32;
 
 /// With at most so many rows, panels are dealt out once, contiguously: reading weights is the work.
 const FEW_ROWS: usize = 16;
