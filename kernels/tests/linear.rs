@@ -8,7 +8,7 @@ mod pack;
 use pack::{Packed, Rng};
 use quern_kernels::cpu::acts::{Acts, Forms, Mode};
 use quern_kernels::cpu::isa::Isa;
-use quern_kernels::cpu::linear::{Scratch, linear_panel};
+use quern_kernels::cpu::linear::{Scratch, linear_panel, linear_strips};
 use quern_kernels::reference;
 use quern_models::{FloatType, Mini, PANEL, Scheme, ZeroKind};
 use std::ops::Range;
@@ -134,6 +134,40 @@ fn every_table_that_is_expected_is_there() {
     let expected = std::env::var("QUERN_TABLES").unwrap_or_else(|_| tables.join(","));
     assert_eq!(tables.join(","), expected);
     assert_eq!(tables.last(), Some(&"scalar"));
+}
+
+#[test]
+fn strips_of_a_panel_equal_the_whole_panel() {
+    let mut rng = Rng(5);
+    let x: Vec<f32> = (0..9 * 200).map(|_| rng.float() * 3.0).collect();
+    for (scheme, mode) in [
+        (int(4, 32, ZeroKind::Mid, FloatType::F16), Mode::Int8),
+        (int(4, 48, ZeroKind::Code, FloatType::F32), Mode::Int8),
+        (int(8, 32, ZeroKind::Min, FloatType::F16), Mode::Int8),
+        (mini(Mini::E2M1, 32, FloatType::BF16), Mode::Int8),
+        (int(4, 32, ZeroKind::Mid, FloatType::F16), Mode::F32),
+        (Scheme::Float(FloatType::F16), Mode::F32),
+    ] {
+        let w = Packed::random(&mut rng, 64, 200, scheme);
+        for isa in Isa::available() {
+            for m in [1, 2, 3, 4, 9] {
+                let acts = acts(isa, &x[..m * 200], 200, Forms::of(scheme, mode));
+                let mut whole = vec![0.0; m * PANEL];
+                let mut scratch = Scratch::new();
+                linear_panel(isa, &w.view(), &acts, mode, 0, 0..m, &mut whole, &mut scratch);
+                for strips in [0..1, 0..2, 1..3, 2..4, 3..4] {
+                    let mut some = vec![f32::NAN; m * PANEL];
+                    let of = (0, strips.clone());
+                    linear_strips(isa, &w.view(), &acts, mode, of, 0..m, &mut some, &mut scratch);
+                    for r in 0..m {
+                        let part = r * PANEL + strips.start * 16..r * PANEL + strips.end * 16;
+                        let equal = bits(&some[part.clone()]) == bits(&whole[part]);
+                        assert!(equal, "{} {scheme} {mode:?} m={m} row {r} strips {strips:?}", isa.name);
+                    }
+                }
+            }
+        }
+    }
 }
 
 #[test]

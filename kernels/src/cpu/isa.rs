@@ -32,6 +32,9 @@ pub(crate) type IntLinear = unsafe fn(&IntPanel, &Acts, Range<usize>, &mut [f32]
 /// The same for a float weight.
 pub(crate) type FloatLinear = unsafe fn(&FloatPanel, &Acts, Range<usize>, &mut [f32], &mut Scratch);
 
+/// The table's int8 multiply-add on registers alone, so many rounds; returns the multiply-adds done.
+pub(crate) type Peak = unsafe fn(rounds: u64) -> u64;
+
 /// Kernels of one instruction set.
 ///
 /// The function pointers are unsafe: the instructions must exist (so a table is handed out only
@@ -50,6 +53,7 @@ pub struct Isa {
     pub(crate) int8_int8: IntLinear,
     pub(crate) int8_f32: IntLinear,
     pub(crate) float: FloatLinear,
+    pub(crate) peak: Peak,
 }
 
 /// Compiled for this architecture, fastest first.

@@ -30,6 +30,24 @@ pub fn linear_panel(
     tile: &mut [f32],
     scratch: &mut Scratch,
 ) {
+    linear_strips(isa, w, acts, mode, (panel, 0..STRIPS), rows, tile, scratch)
+}
+
+/// Strips of 16 weight rows in a panel.
+pub const STRIPS: usize = PANEL / 16;
+
+/// The same for some strips of a panel: outputs of the others are unspecified.
+pub fn linear_strips(
+    isa: &Isa,
+    w: &TensorView,
+    acts: &Acts,
+    mode: Mode,
+    (panel, strips): (usize, Range<usize>),
+    rows: Range<usize>,
+    tile: &mut [f32],
+    scratch: &mut Scratch,
+) {
+    assert!(strips.start < strips.end && strips.end <= STRIPS, "strips {strips:?}");
     assert!(panel < w.panels(), "panel {panel} of {}", w.panels());
     assert_eq!(acts.k(), w.k, "columns of the activations, columns of the weight");
     assert!(rows.start <= rows.end && rows.end <= acts.m(), "rows {rows:?} of {}", acts.m());
@@ -48,7 +66,7 @@ pub fn linear_panel(
         Scheme::Order => panic!("an order is no weight"),
         Scheme::Int { .. } | Scheme::Nested { .. } | Scheme::Mini { .. } => {
             let block = acts::block(w.scheme, mode);
-            let panel = IntPanel::new(w, panel, block);
+            let panel = IntPanel { strips, ..IntPanel::new(w, panel, block) };
             let kernel = match (block, panel.bits) {
                 (None, _) => {
                     assert!(acts.forms().floats, "{} in {mode:?} mode needs f32 activations", w.scheme);
@@ -65,8 +83,10 @@ pub fn linear_panel(
 }
 
 /// One panel of a weight of codes; the slices are exactly this panel's.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) struct IntPanel<'a> {
+    /// Strips of 16 rows that are wanted; a kernel may compute the others as well.
+    pub strips: Range<usize>,
     /// Real columns.
     pub k: usize,
     pub bits: u8,
@@ -122,6 +142,7 @@ impl<'a> IntPanel<'a> {
         // Blocks never cross a group.
         let small = !group.is_multiple_of(acts::BLOCK);
         IntPanel {
+            strips: 0..STRIPS,
             k: w.k,
             bits,
             group,

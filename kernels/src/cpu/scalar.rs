@@ -17,6 +17,7 @@ pub(crate) static ISA: Isa = Isa {
     int8_int8: int_int8,
     int8_f32: int_f32,
     float,
+    peak,
 };
 
 /// # Safety
@@ -106,4 +107,17 @@ unsafe fn float(w: &FloatPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], 
             tile[i * PANEL + r] = ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]));
         }
     }
+}
+
+/// Sums of products of bytes, as far as the compiler takes them.
+///
+/// # Safety
+/// None: the type is shared with tables that need instructions.
+pub(super) unsafe fn peak(rounds: u64) -> u64 {
+    let (w, a) = ([3u8; 256], [1i8; 256]);
+    for _ in 0..rounds {
+        let (w, a) = (std::hint::black_box(&w), std::hint::black_box(&a));
+        std::hint::black_box(w.iter().zip(a).map(|(w, a)| *w as i32 * *a as i32).sum::<i32>());
+    }
+    rounds * 256
 }

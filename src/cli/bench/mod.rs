@@ -8,7 +8,7 @@ use std::{error::Error, path::PathBuf, sync::Arc};
 use clap::Args;
 use quern_kernels::{
     cores::default_threads,
-    cpu::probe::read_bandwidth,
+    cpu::{isa::Isa, probe},
     exec::{CpuExecutor, CpuOptions},
     team::Team,
 };
@@ -90,8 +90,12 @@ pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
         }
         drop(executor);
         // After the tests of these threads, because the probe's own memory must not count as theirs.
-        let bandwidth = read_bandwidth(&Team::new(threads), PROBE_BYTES).unwrap_or(f64::NAN);
-        all.iter_mut().filter(|m| m.threads == threads).for_each(|m| m.bandwidth = bandwidth);
+        let team = Team::new(threads);
+        let bandwidth = probe::read_bandwidth(&team, PROBE_BYTES).unwrap_or(f64::NAN);
+        let peak = probe::multiply_peak(Isa::best(), &team);
+        for measured in all.iter_mut().filter(|m| m.threads == threads) {
+            (measured.bandwidth, measured.peak) = (bandwidth, peak);
+        }
     }
     match args.output {
         Format::Md => print(&markdown(&name, &file, &all)),
@@ -119,22 +123,36 @@ fn markdown(name: &str, file: &ModelFile, all: &[Measured]) -> String {
     let size = super::size(file.file_len());
     let mode = all.first().map_or("", |m| m.mode.as_str());
     let mut s = format!("{name}, {size}, {mode}\n\n");
-    s += "| threads | test | tokens/s | ± | GB/s of weights+KV | % of read bandwidth | peak memory MB |\n";
-    s += "|--:|:--|--:|--:|--:|--:|--:|\n";
+    s += "| threads | test | tokens/s | ± | GB/s of weights+KV | % of read bandwidth | GMAC/s | % of int8 peak | peak memory MB |\n";
+    s += "|--:|:--|--:|--:|--:|--:|--:|--:|--:|\n";
     for m in all {
-        let share =
-            m.bytes_per_second.map_or("".into(), |b| format!("{:.1} | {:.0}", b / 1e9, 100.0 * b / m.bandwidth));
-        let share = if share.is_empty() { " | ".into() } else { share };
+        let read = m.bytes_per_second.map_or((String::new(), String::new()), |b| {
+            (format!("{:.1}", b / 1e9), format!("{:.0}", 100.0 * b / m.bandwidth))
+        });
         s += &format!(
-            "| {} | {} | {:.1} | {:.1} | {share} | {:.0} |\n",
+            "| {} | {} | {:.1} | {:.1} | {} | {} | {:.1} | {:.0} | {:.0} |\n",
             m.threads,
             m.test,
             m.median,
             m.deviation,
+            read.0,
+            read.1,
+            m.macs_per_second / 1e9,
+            100.0 * m.macs_per_second / m.peak,
             m.peak_memory as f64 / 1e6
         );
     }
-    s + "\nMedian of the repetitions ± their standard deviation; ppN: a prompt of N tokens, tgN: N tokens generated,\n@ dN: with N tokens in the cache, x N: N sequences at once (tokens of all). Read bandwidth measured in this run.\n"
+    let mut limits: Vec<(usize, f64, f64)> = all.iter().map(|m| (m.threads, m.bandwidth, m.peak)).collect();
+    limits.dedup_by_key(|l| l.0);
+    s += "\n";
+    for (threads, bandwidth, peak) in limits {
+        let (gb, gmac) = (bandwidth / 1e9, peak / 1e9);
+        s += &format!(
+            "This machine, {threads} thread{}: reads {gb:.1} GB/s, multiplies {gmac:.0} GMAC/s in int8 registers.\n",
+            if threads == 1 { "" } else { "s" }
+        );
+    }
+    s + "Median of the repetitions ± their standard deviation; ppN: a prompt of N tokens, tgN: N tokens generated,\n@ dN: with N tokens in the cache, x N: N sequences at once (tokens of all). GMAC/s counts the linear layers.\nBandwidth and peak were measured in this run; no kernel reaches the peak, which loads and scales nothing.\n"
 }
 
 fn json(name: &str, file: &ModelFile, all: &[Measured]) -> serde_json::Value {
@@ -142,7 +160,8 @@ fn json(name: &str, file: &ModelFile, all: &[Measured]) -> serde_json::Value {
         serde_json::json!({
             "model": name, "model_bytes": file.file_len(), "mode": m.mode, "threads": m.threads,
             "test": m.test.to_string(), "tokens_per_second": m.median, "deviation": m.deviation, "samples": m.samples,
-            "bytes_per_second": m.bytes_per_second, "read_bandwidth": m.bandwidth, "peak_memory": m.peak_memory,
+            "bytes_per_second": m.bytes_per_second, "read_bandwidth": m.bandwidth,
+            "macs_per_second": m.macs_per_second, "int8_peak": m.peak, "peak_memory": m.peak_memory,
         })
     };
     all.iter().map(one).collect()

@@ -39,8 +39,12 @@ pub struct Measured {
     pub samples: Vec<f64>,
     /// Bytes of weights and cache read per second; generation only.
     pub bytes_per_second: Option<f64>,
-    /// Read bandwidth of the machine, measured in the same run; filled in after the tests.
+    /// Multiply-adds of linear layers per second.
+    pub macs_per_second: f64,
+    /// Read bandwidth of the machine, bytes per second, measured in the same run; filled in after the tests.
     pub bandwidth: f64,
+    /// int8 multiply-adds per second that the instruction set does on registers alone; likewise.
+    pub peak: f64,
     /// Most memory this process ever had resident, the mapped file included.
     pub peak_memory: u64,
 }
@@ -109,6 +113,10 @@ pub fn measure(
     let step =
         weight_bytes(file) + test.batch as f64 * kv_bytes(file, kv) * (test.depth as f64 + test.tokens as f64 / 2.0);
     let bytes_per_second = test.generate.then(|| step * median / test.batch as f64);
+    // A prompt computes the head once a step, for its last token.
+    let (layers, head) = macs(file);
+    let heads = if test.generate { 1.0 } else { test.tokens.div_ceil(STEP) as f64 / test.tokens as f64 };
+    let macs_per_second = (layers + heads * head) * median;
     Ok(Measured {
         test,
         threads,
@@ -117,7 +125,9 @@ pub fn measure(
         deviation: variance.sqrt(),
         samples,
         bytes_per_second,
+        macs_per_second,
         bandwidth: f64::NAN,
+        peak: f64::NAN,
         peak_memory: peak_memory(),
     })
 }
@@ -174,6 +184,15 @@ fn generate(
 fn weight_bytes(file: &ModelFile) -> f64 {
     let read = |t: &&quern_models::TensorInfo| t.name != "embed" || file.spec().tied_head;
     file.tensors().iter().filter(read).map(|t| t.len as f64).sum()
+}
+
+/// Multiply-adds of one token in the linear layers, and in the head.
+fn macs(file: &ModelFile) -> (f64, f64) {
+    let size = |t: &quern_models::TensorInfo| t.dims.iter().map(|&d| d as f64).product::<f64>();
+    let matrices = || file.tensors().iter().filter(|t| t.dims.len() == 2);
+    let head = if file.spec().tied_head { "embed" } else { "head" };
+    let aside = |t: &&quern_models::TensorInfo| !["embed", "head", "positions"].contains(&t.name.as_str());
+    (matrices().filter(aside).map(size).sum(), matrices().filter(|t| t.name == head).map(size).sum())
 }
 
 /// Bytes of keys and values of one token.

@@ -69,41 +69,47 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
             if sweep {
                 unpack::<Z>(codes, count * QUADS, bytes);
             }
-            let strips = if sweep { 4 } else { 1 };
-            for strip in 0..strips {
-                for first in rows.clone().step_by(MR) {
-                    let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
-                    let ahead = if first == rows.start { AHEAD } else { 0 };
-                    let at = Span { w, a, first, b0, count, halves, meta: &scratch.meta };
-                    let mb = (rows.end - first).min(MR);
-                    if sweep {
-                        let w = bytes.add(strip * STRIP);
-                        match mb {
-                            1 => at.rows::<Z, QUADS, false, 1, 1>(w, strip, 0, y),
-                            2 => at.rows::<Z, QUADS, false, 1, 2>(w, strip, 0, y),
-                            3 => at.rows::<Z, QUADS, false, 1, 3>(w, strip, 0, y),
-                            _ => at.rows::<Z, QUADS, false, 1, 4>(w, strip, 0, y),
+            if sweep {
+                for strip in w.strips.clone() {
+                    for first in rows.clone().step_by(MR) {
+                        let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
+                        let at = Span { w, a, first, b0, count, halves, meta: &scratch.meta };
+                        let bytes = bytes.add(strip * STRIP);
+                        match (rows.end - first).min(MR) {
+                            1 => at.rows::<Z, QUADS, false, 1, 1>(bytes, strip, 0, y),
+                            2 => at.rows::<Z, QUADS, false, 1, 2>(bytes, strip, 0, y),
+                            3 => at.rows::<Z, QUADS, false, 1, 3>(bytes, strip, 0, y),
+                            _ => at.rows::<Z, QUADS, false, 1, 4>(bytes, strip, 0, y),
                         }
+                    }
+                }
+                continue;
+            }
+            for first in rows.clone().step_by(MR) {
+                let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
+                let at = Span { w, a, first, b0, count, halves, meta: &scratch.meta };
+                let mb = (rows.end - first).min(MR);
+                if mb == 1 && w.strips == (0..4) {
+                    at.rows::<Z, QUADS, true, 4, 1>(codes, 0, AHEAD, y);
+                    continue;
+                }
+                let mut strip = w.strips.start;
+                while strip < w.strips.end {
+                    // Two strips share a cache line.
+                    let ahead = if first == rows.start && strip % 2 == 0 { AHEAD } else { 0 };
+                    let codes = codes.add(strip * 32);
+                    if mb == 2 && strip % 2 == 0 && strip + 1 < w.strips.end {
+                        at.rows::<Z, QUADS, true, 2, 2>(codes, strip, ahead, y);
+                        strip += 2;
                         continue;
                     }
                     match mb {
-                        1 => at.rows::<Z, QUADS, true, 4, 1>(codes, 0, ahead, y),
-                        2 => {
-                            for strip in [0, 2] {
-                                at.rows::<Z, QUADS, true, 2, 2>(codes.add(strip * 32), strip, ahead, y);
-                            }
-                        }
-                        3 => {
-                            for strip in 0..4 {
-                                at.rows::<Z, QUADS, true, 1, 3>(codes.add(strip * 32), strip, ahead, y);
-                            }
-                        }
-                        _ => {
-                            for strip in 0..4 {
-                                at.rows::<Z, QUADS, true, 1, 4>(codes.add(strip * 32), strip, ahead, y);
-                            }
-                        }
+                        1 => at.rows::<Z, QUADS, true, 1, 1>(codes, strip, ahead, y),
+                        2 => at.rows::<Z, QUADS, true, 1, 2>(codes, strip, ahead, y),
+                        3 => at.rows::<Z, QUADS, true, 1, 3>(codes, strip, ahead, y),
+                        _ => at.rows::<Z, QUADS, true, 1, 4>(codes, strip, ahead, y),
                     }
+                    strip += 1;
                 }
             }
         }

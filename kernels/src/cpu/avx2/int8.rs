@@ -40,9 +40,9 @@ unsafe fn spans<const Z: u8>(w: &IntPanel, a: &Int8, rows: Range<usize>, tile: &
         let codes = w.codes[b0 * block * 64..][..count * block * 64].as_ptr();
         // Few rows: one pass over the codes. Many: 16 weight rows at a time, whose 2 KiB of a span
         // stay in the L1 cache with the activations and the outputs.
-        let strips = if rows.len() < SWEEP { 1 } else { 4 };
-        for strip in 0..strips {
-            let vectors = strip * 2..if strips == 1 { 8 } else { strip * 2 + 2 };
+        let step = if rows.len() < SWEEP { w.strips.len() } else { 1 };
+        for strip in w.strips.clone().step_by(step) {
+            let vectors = strip * 2..(strip + step) * 2;
             for first in rows.clone().step_by(MR) {
                 let at = Span { a, first, b0, count, block, meta: &scratch.meta };
                 let ahead = if first == rows.start { AHEAD } else { 0 };
@@ -50,7 +50,7 @@ unsafe fn spans<const Z: u8>(w: &IntPanel, a: &Int8, rows: Range<usize>, tile: &
                 unsafe {
                     let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
                     match (rows.end - first).min(MR) {
-                        1 if strips == 1 => at.rows::<Z, 8, 1>(codes, 0..8, ahead, y),
+                        1 if step == 4 => at.rows::<Z, 8, 1>(codes, 0..8, ahead, y),
                         1 => at.rows::<Z, 2, 1>(codes, vectors.clone(), ahead, y),
                         2 => at.rows::<Z, 2, 2>(codes, vectors.clone(), ahead, y),
                         3 => at.rows::<Z, 2, 3>(codes, vectors.clone(), ahead, y),

@@ -33,6 +33,7 @@ pub(crate) static ISA: Isa = Isa {
     int8_int8: int8::panel,
     int8_f32: exact::panel,
     float: float::panel,
+    peak: dots::peak,
 };
 
 pub(super) fn detected() -> bool {

@@ -36,6 +36,7 @@ pub(crate) static ISA: Isa = Isa {
     int8_int8: dot::panel::<8>,
     int8_f32: exact::panel,
     float: float::panel,
+    peak: dot_peak,
 };
 
 pub(crate) static I8MM: Isa = Isa {
@@ -44,6 +45,7 @@ pub(crate) static I8MM: Isa = Isa {
     detected: || detected() && is_aarch64_feature_detected!("i8mm"),
     int4_int8: mmla::panel::<4>,
     int8_int8: mmla::panel::<8>,
+    peak: mmla_peak,
     ..ISA
 };
 
@@ -311,3 +313,36 @@ unsafe fn load4(kind: FloatType, p: *const u8, i: usize) -> float32x4_t {
         }
     }
 }
+
+/// A round of one instruction on eight independent sums.
+macro_rules! peak {
+    ($name:ident, $instruction:literal, $each:literal, $feature:literal) => {
+        /// # Safety
+        /// The instruction exists.
+        #[target_feature(enable = $feature)]
+        unsafe fn $name(rounds: u64) -> u64 {
+            for _ in 0..rounds {
+                // SAFETY: registers only.
+                unsafe {
+                    asm!(
+                        concat!($instruction, " v0.4s, v16.16b, v17.16b"),
+                        concat!($instruction, " v1.4s, v16.16b, v17.16b"),
+                        concat!($instruction, " v2.4s, v16.16b, v17.16b"),
+                        concat!($instruction, " v3.4s, v16.16b, v17.16b"),
+                        concat!($instruction, " v4.4s, v16.16b, v17.16b"),
+                        concat!($instruction, " v5.4s, v16.16b, v17.16b"),
+                        concat!($instruction, " v6.4s, v16.16b, v17.16b"),
+                        concat!($instruction, " v7.4s, v16.16b, v17.16b"),
+                        out("v0") _, out("v1") _, out("v2") _, out("v3") _,
+                        out("v4") _, out("v5") _, out("v6") _, out("v7") _,
+                        options(nomem, nostack, preserves_flags)
+                    );
+                }
+            }
+            rounds * 8 * $each
+        }
+    };
+}
+
+peak!(dot_peak, "sdot", 16, "neon,dotprod");
+peak!(mmla_peak, "smmla", 32, "neon,i8mm");
