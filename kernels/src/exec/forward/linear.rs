@@ -12,13 +12,16 @@ use crate::{
     cpu::{
         acts::{Acts, MR, Mode},
         isa::Isa,
-        linear::linear_panel,
+        linear::{STRIPS, linear_strips},
     },
-    team::{Disjoint, Team},
+    team::{Disjoint, Team, split},
 };
 
 /// Most activation rows of one unit of a linear layer: what a panel's weights are unpacked for.
 const ROWS: usize = 32;
+
+/// With at least so many panels a thread, a panel more or less for one of them does not matter.
+const MANY_PANELS: usize = 16;
 
 /// With at most so many rows, panels are dealt out once, contiguously: reading weights is the work.
 const FEW_ROWS: usize = 16;
@@ -39,7 +42,7 @@ impl Linear<'_> {
         let panels: usize = weights.iter().map(TensorView::panels).sum();
         let (isa, mode) = (self.isa, self.mode);
         let threads = PerThread::new(self.threads);
-        Self::units(self.team, self.regions, panels, acts.m(), &|t, panel, rows| {
+        let f = |t: usize, panel: usize, strips: Range<usize>, rows: Range<usize>| {
             let (mut panel, mut column, mut w) = (panel, 0, &weights[0]);
             for next in &weights[1..] {
                 if panel < w.panels() {
@@ -52,11 +55,26 @@ impl Linear<'_> {
             // SAFETY: `units` gives each thread its own number.
             let buf = unsafe { threads.get(t) };
             buf.tile.resize(rows.len() * PANEL, 0.0);
-            linear_panel(isa, w, acts, mode, panel, rows.clone(), &mut buf.tile, &mut buf.linear);
+            let (of, rest) = ((panel, strips.clone()), &mut buf.linear);
+            linear_strips(isa, w, acts, mode, of, rows.clone(), &mut buf.tile, rest);
             let width = (w.n - panel * PANEL).min(PANEL);
-            for (tile, row) in buf.tile.chunks_exact(PANEL).zip(rows) {
-                put(row, column + panel * PANEL, &tile[..width]);
+            let some = strips.start * 16..width.min(strips.end * 16);
+            if some.is_empty() {
+                return;
             }
+            for (tile, row) in buf.tile.chunks_exact(PANEL).zip(rows) {
+                put(row, column + panel * PANEL + some.start, &tile[some.clone()]);
+            }
+        };
+        let m = acts.m();
+        if m > FEW_ROWS || panels >= MANY_PANELS * self.team.threads() {
+            return Self::units(self.team, self.regions, panels, m, &|t, panel, rows| f(t, panel, 0..STRIPS, rows));
+        }
+        let halves = Halves::new(panels, self.team.threads());
+        *self.regions += 1;
+        self.team.deal(halves.items(), &|t, item| {
+            let (panel, strips) = halves.item(item);
+            f(t, panel, strips, 0..m);
         });
     }
 
@@ -94,6 +112,38 @@ impl Linear<'_> {
     }
 }
 
+/// Panels shared evenly by cutting those that are left over in halves: 9 panels are 4 and a half for each of two
+/// threads. Only those, because half a panel uses every other cache line of what it reads.
+struct Halves {
+    panels: usize,
+    threads: usize,
+}
+
+impl Halves {
+    fn new(panels: usize, threads: usize) -> Halves {
+        Halves { panels, threads }
+    }
+
+    /// Whole panels and halves.
+    fn items(&self) -> usize {
+        self.panels + self.panels % self.threads
+    }
+
+    /// Panel and strips of an item. A thread's share of the items ([`split`]) is its panels, then its halves.
+    fn item(&self, item: usize) -> (usize, Range<usize>) {
+        let each = self.panels / self.threads;
+        let share = |t: usize| split(self.items(), self.threads, t);
+        let t = (0..self.threads).find(|&t| share(t).contains(&item)).expect("an item of some share");
+        let (start, at) = (share(t).start, item - share(t).start);
+        if at < each {
+            return (t * each + at, 0..STRIPS);
+        }
+        let half = start - t * each + at - each;
+        let strips = half % 2 * (STRIPS / 2)..(half % 2 + 1) * (STRIPS / 2);
+        (each * self.threads + half / 2, strips)
+    }
+}
+
 /// Buffers of which each thread uses its own.
 pub(super) struct PerThread<'a, T>(Disjoint<'a, T>);
 
@@ -108,5 +158,32 @@ impl<'a, T> PerThread<'a, T> {
     pub unsafe fn get(&self, t: usize) -> &mut T {
         // SAFETY: the caller's promise.
         unsafe { &mut self.0.part(t..t + 1)[0] }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn halves_cover_every_strip_once_and_shares_differ_by_half_a_panel() {
+        for threads in 1..=9 {
+            for panels in 0..=40 {
+                let halves = Halves::new(panels, threads);
+                let mut seen = vec![0; panels * STRIPS];
+                let mut most = (usize::MAX, 0);
+                for t in 0..threads {
+                    let mut size = 0;
+                    for item in split(halves.items(), threads, t) {
+                        let (panel, strips) = halves.item(item);
+                        size += strips.len();
+                        strips.for_each(|s| seen[panel * STRIPS + s] += 1);
+                    }
+                    most = (most.0.min(size), most.1.max(size));
+                }
+                assert!(seen.iter().all(|&n| n == 1), "{panels} panels, {threads} threads: {seen:?}");
+                assert!(most.1 - most.0 <= STRIPS / 2, "{panels} panels, {threads} threads: {most:?}");
+            }
+        }
     }
 }
