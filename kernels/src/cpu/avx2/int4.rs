@@ -69,6 +69,13 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
             if sweep {
                 unpack::<Z>(codes, count * QUADS, bytes);
             }
+            let passes = match rows.len() {
+                1 if w.strips == (0..4) => 1,
+                2 if w.strips.len() % 2 == 0 => w.strips.len() / 2,
+                m => m.div_ceil(MR) * w.strips.len(),
+            };
+            let lines = count * QUADS * 2;
+            let mut ahead = Ahead { at: codes.wrapping_add(AHEAD), left: lines, each: lines.div_ceil(passes * count) };
             if sweep {
                 for strip in w.strips.clone() {
                     for first in rows.clone().step_by(MR) {
@@ -76,10 +83,10 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
                         let at = Span { w, a, first, b0, count, halves, meta: &scratch.meta };
                         let bytes = bytes.add(strip * STRIP);
                         match (rows.end - first).min(MR) {
-                            1 => at.rows::<Z, QUADS, false, 1, 1>(bytes, strip, 0, y),
-                            2 => at.rows::<Z, QUADS, false, 1, 2>(bytes, strip, 0, y),
-                            3 => at.rows::<Z, QUADS, false, 1, 3>(bytes, strip, 0, y),
-                            _ => at.rows::<Z, QUADS, false, 1, 4>(bytes, strip, 0, y),
+                            1 => at.rows::<Z, QUADS, false, 1, 1>(bytes, strip, &mut ahead, y),
+                            2 => at.rows::<Z, QUADS, false, 1, 2>(bytes, strip, &mut ahead, y),
+                            3 => at.rows::<Z, QUADS, false, 1, 3>(bytes, strip, &mut ahead, y),
+                            _ => at.rows::<Z, QUADS, false, 1, 4>(bytes, strip, &mut ahead, y),
                         }
                     }
                 }
@@ -90,24 +97,22 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
                 let at = Span { w, a, first, b0, count, halves, meta: &scratch.meta };
                 let mb = (rows.end - first).min(MR);
                 if mb == 1 && w.strips == (0..4) {
-                    at.rows::<Z, QUADS, true, 4, 1>(codes, 0, AHEAD, y);
+                    at.rows::<Z, QUADS, true, 4, 1>(codes, 0, &mut ahead, y);
                     continue;
                 }
                 let mut strip = w.strips.start;
                 while strip < w.strips.end {
-                    // Two strips share a cache line.
-                    let ahead = if first == rows.start && strip % 2 == 0 { AHEAD } else { 0 };
                     let codes = codes.add(strip * 32);
                     if mb == 2 && strip % 2 == 0 && strip + 1 < w.strips.end {
-                        at.rows::<Z, QUADS, true, 2, 2>(codes, strip, ahead, y);
+                        at.rows::<Z, QUADS, true, 2, 2>(codes, strip, &mut ahead, y);
                         strip += 2;
                         continue;
                     }
                     match mb {
-                        1 => at.rows::<Z, QUADS, true, 1, 1>(codes, strip, ahead, y),
-                        2 => at.rows::<Z, QUADS, true, 1, 2>(codes, strip, ahead, y),
-                        3 => at.rows::<Z, QUADS, true, 1, 3>(codes, strip, ahead, y),
-                        _ => at.rows::<Z, QUADS, true, 1, 4>(codes, strip, ahead, y),
+                        1 => at.rows::<Z, QUADS, true, 1, 1>(codes, strip, &mut ahead, y),
+                        2 => at.rows::<Z, QUADS, true, 1, 2>(codes, strip, &mut ahead, y),
+                        3 => at.rows::<Z, QUADS, true, 1, 3>(codes, strip, &mut ahead, y),
+                        _ => at.rows::<Z, QUADS, true, 1, 4>(codes, strip, &mut ahead, y),
                     }
                     strip += 1;
                 }
@@ -147,6 +152,27 @@ fn nibbles<const Z: u8>(v: __m256i) -> [__m256i; 2] {
     if Z == FP4 { [e2m1(codes[0]), e2m1(codes[1])] } else { codes }
 }
 
+/// The cache lines of the next span, asked for a few at a time: more at once than the cache can have outstanding would
+/// stop the loads between them, and computing would wait for memory instead of hiding it.
+struct Ahead {
+    at: *const u8,
+    left: usize,
+    /// Lines for each block of columns that is computed.
+    each: usize,
+}
+
+impl Ahead {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn ask(&mut self) {
+        for _ in 0..self.each.min(self.left) {
+            prefetch(self.at);
+            self.at = self.at.wrapping_add(64);
+            self.left -= 1;
+        }
+    }
+}
+
 /// One block of activation rows against one span.
 struct Span<'a> {
     w: &'a IntPanel<'a>,
@@ -174,7 +200,7 @@ impl Span<'_> {
         &self,
         w: *const u8,
         strip: usize,
-        ahead: usize,
+        ahead: &mut Ahead,
         y: *mut f32,
     ) {
         let quad_bytes = if PACKED { 128 } else { 64 };
@@ -188,10 +214,8 @@ impl Span<'_> {
         for (i, slot) in self.meta.slot[..self.count].iter().enumerate() {
             // SAFETY: the caller's promises; a meta row has 64 elements, `strip + N <= 4`; `halves` says what it needs.
             unsafe {
-                if PACKED && ahead > 0 {
-                    for line in 0..QUADS * N.div_ceil(2) {
-                        prefetch(w.wrapping_add(ahead + line * if N > 2 { 64 } else { 128 }));
-                    }
+                if PACKED {
+                    ahead.ask();
                 }
                 let t = dots::<Z, QUADS, PACKED, N, R>(w, q, middles);
                 for n in 0..N {
