@@ -3,7 +3,8 @@
 
     tests/bench/llama-cpp.py FOLDER MODEL.gguf QUERN MODEL.qrn [--threads 2,1] [--rounds 5] [--tests pp512,tg128,...]
 
-FOLDER holds llama.cpp's binaries (llama-bench, llama-batched-bench, llama-completion or llama-cli, as the tests need);
+FOLDER holds llama.cpp's binaries (llama-bench, llama-batched-bench, and for `start` llama-simple, which is
+examples/simple, with the number of threads set in its source);
 MODEL.qrn is `quern convert MODEL.gguf`. Both sides use f16 keys and values, and llama.cpp its defaults (mmap, repacked
 weights). A round runs every test once on each side, one after the other, and who begins alternates.
 
@@ -66,15 +67,13 @@ def start(command):
 
 def starts(args, threads):
     """Commands of both sides that print one token."""
-    names = [f"{args.folder}/{name}" for name in ("llama-completion", "llama-cli")]
-    peer = next((name for name in names if os.path.exists(name)), None)
-    if peer is None:
-        sys.exit(f"start: neither {names[0]} nor {names[1]} is there")
-    single = ["--single-turn"] if peer.endswith("llama-cli") else ["-no-cnv"]
+    peer = f"{args.folder}/llama-simple"
+    if not os.path.exists(peer):
+        sys.exit(f"start: {peer} is not there (llama.cpp's examples/simple; llama-cli sleeps at its end)")
     prompt = "The capital of France is"
     return (
-        [peer, "-m", args.gguf, "-t", threads, "-p", prompt, "-n", "1", "--no-warmup", *single],
-        [args.quern, "run", args.qrn, "-t", threads, "--raw", "-n", "1", "--temperature", "0", "-p", prompt],
+        [peer, "-m", args.gguf, "-ngl", "0", "-n", "1", prompt],
+        [args.quern, "run", args.qrn, "-t", threads, "--raw", "-n", "1", "--temperature", "0", "--ctx", "512", "-p", prompt],
     )
 
 
