@@ -71,7 +71,7 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
             }
             let passes = match rows.len() {
                 1 if w.strips == (0..4) => 1,
-                2 if w.strips.len() % 2 == 0 => w.strips.len() / 2,
+                2 if w.strips.len().is_multiple_of(2) => w.strips.len() / 2,
                 m => m.div_ceil(MR) * w.strips.len(),
             };
             let lines = count * QUADS * 2;
@@ -103,7 +103,7 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
                 let mut strip = w.strips.start;
                 while strip < w.strips.end {
                     let codes = codes.add(strip * 32);
-                    if mb == 2 && strip % 2 == 0 && strip + 1 < w.strips.end {
+                    if mb == 2 && strip.is_multiple_of(2) && strip + 1 < w.strips.end {
                         at.rows::<Z, QUADS, true, 2, 2>(codes, strip, &mut ahead, y);
                         strip += 2;
                         continue;
