@@ -43,7 +43,7 @@ fn plain(tied: bool) -> ModelSpec {
     };
     ModelSpec {
         family: "llama".into(),
-        vocab: 130,
+        vocab: 290,
         hidden: 72,
         max_context: 2048,
         layers: vec![layer; 2],
@@ -339,7 +339,7 @@ fn sampled_tokens_follow_the_logits_and_the_seed() {
     let greedy = ask(&SamplingParams::greedy());
     assert_eq!(greedy.len(), 5);
     for (i, s) in greedy.iter().enumerate() {
-        let row = &logits[(15 + i) * 130..(16 + i) * 130];
+        let row = &logits[(15 + i) * 290..(16 + i) * 290];
         assert!(row.iter().all(|&x| x <= row[s.token as usize]));
         assert_eq!(s.top[0].0, s.token);
     }
@@ -372,7 +372,7 @@ fn tokens_are_those_of_the_plain_sampler() {
         .map(|(params, logprobs)| {
             let row = |i: usize| {
                 let history = History { tokens: &tokens[..=i], prompt_len: 4 };
-                let row = &mut logits[i * 130..(i + 1) * 130].to_vec();
+                let row = &mut logits[i * 290..(i + 1) * 290].to_vec();
                 sample(row, params, history, i as u64 + 1, *logprobs).unwrap()
             };
             (12..20).map(row).collect()
@@ -396,7 +396,7 @@ fn tokens_are_those_of_the_plain_sampler() {
         let mut outputs = executor.collect(ticket).unwrap();
         assert!(matches!(outputs.remove(5), ChunkOutput::None));
         match outputs.remove(3) {
-            ChunkOutput::Logits(rows) => assert_eq!(rows, logits[18 * 130..]),
+            ChunkOutput::Logits(rows) => assert_eq!(rows, logits[18 * 290..]),
             other => panic!("{other:?}"),
         }
         for ((output, expected), kind) in outputs.into_iter().zip(&expected).zip(&kinds) {
@@ -424,7 +424,7 @@ fn rows_without_a_number_are_errors_of_their_chunk() {
     let ticket = executor.submit(&plan).unwrap();
     for output in executor.collect(ticket).unwrap() {
         match output {
-            ChunkOutput::Tokens(got) => assert_eq!(got, Err(SampleError::NothingToChoose { vocab: 130, nans: 130 })),
+            ChunkOutput::Tokens(got) => assert_eq!(got, Err(SampleError::NothingToChoose { vocab: 290, nans: 290 })),
             other => panic!("{other:?}"),
         }
     }
@@ -465,7 +465,7 @@ fn a_wrong_plan_is_refused() {
         executor.submit(&Plan { chunks: vec![chunk] }).unwrap_err().to_string()
     };
     assert!(refused(&[], 0, &[0]).contains("tokens"));
-    assert!(refused(&[130], 0, &[0]).contains("below 130"));
+    assert!(refused(&[290], 0, &[0]).contains("below 290"));
     assert!(refused(&[1], 16, &[0]).contains("blocks"));
     assert!(refused(&[1], 0, &[64]).contains("below 64"));
     assert!(refused(&[1; 17], 0, &[3, 3]).contains("twice"));

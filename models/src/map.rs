@@ -25,20 +25,6 @@ impl Mapped {
         let map = unsafe { memmap2::Mmap::map(&file)? };
         Ok(Mapped { map })
     }
-
-    /// Takes a range out of this process's memory; it is read from the file again when it is next used.
-    pub fn release(&self, range: std::ops::Range<usize>) {
-        #[cfg(unix)]
-        {
-            // Where it fails, only memory would have been saved.
-            // SAFETY: the map is shared and read-only, so there is nothing in memory that the file does not hold.
-            let _ = unsafe {
-                self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, range.start, range.len())
-            };
-        }
-        #[cfg(not(unix))]
-        let _ = range;
-    }
 }
 
 impl Deref for Mapped {

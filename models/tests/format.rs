@@ -190,18 +190,6 @@ fn flips_behind_a_right_hash_do_not_panic() {
 }
 
 #[test]
-fn a_released_header_can_be_read_again() {
-    let dir = dir("release");
-    let path = dir.join("m.qrn");
-    write(&path);
-    let file = ModelFile::open(&path).unwrap();
-    let before = (file.tokenizer_json().map(<[u8]>::to_vec), file.chat_template().map(String::from));
-    file.release_header();
-    assert_eq!((file.tokenizer_json().map(<[u8]>::to_vec), file.chat_template().map(String::from)), before);
-    assert!(file.verify().is_ok());
-}
-
-#[test]
 fn verify_finds_any_flipped_bit() {
     let dir = dir("verify");
     let path = dir.join("m.qrn");

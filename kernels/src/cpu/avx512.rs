@@ -29,6 +29,7 @@ pub(crate) static ISA: Isa = Isa {
     int4_int8: panel::<4>,
     int8_int8: panel::<8>,
     peak,
+    strips: false,
     ..avx2::ISA
 };
 

@@ -54,6 +54,8 @@ pub struct Isa {
     pub(crate) int8_f32: IntLinear,
     pub(crate) float: FloatLinear,
     pub(crate) peak: Peak,
+    /// Kernels of integer weights compute the wanted strips of a panel only.
+    pub(crate) strips: bool,
 }
 
 /// Compiled for this architecture, fastest first.

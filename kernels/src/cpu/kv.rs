@@ -13,7 +13,8 @@
 //! (block, head) is contiguous and read once for all query heads that share it. int8 keeps two neighbours of a sum
 //! side by side, because integer dot products take pairs.
 //!
-//! Pages are zeroed lazily by the system: a cache nobody writes to costs address space only. Attention jumps from block
+//! Pages are zeroed lazily by the system: a cache nobody writes to costs address space only, a written block up to the
+//! 2 MiB around it. Attention jumps from block
 //! to block, and with small pages it would wait for address translation more than for data: on Linux huge pages are
 //! asked for, and layers lie inside of blocks so that a few tokens touch few of them.
 

@@ -56,6 +56,9 @@ pub fn linear_strips(
         "rows {rows:?} cut a block"
     );
     assert_eq!(tile.len(), rows.len() * PANEL);
+    if rows.is_empty() {
+        return;
+    }
     match w.scheme {
         Scheme::Float(kind) => {
             assert!(acts.forms().floats, "float weights need f32 activations");
@@ -86,6 +89,7 @@ pub fn linear_strips(
 #[derive(Clone)]
 pub(crate) struct IntPanel<'a> {
     /// Strips of 16 rows that are wanted; a kernel may compute the others as well.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     pub strips: Range<usize>,
     /// Real columns.
     pub k: usize,

@@ -18,6 +18,7 @@ pub(crate) static ISA: Isa = Isa {
     int8_f32: int_f32,
     float,
     peak,
+    strips: false,
 };
 
 /// # Safety

@@ -180,7 +180,8 @@ mod tests {
     fn noise_is_bounded_from_above_and_closely() {
         for simd in Simd::available() {
             for (round, panel) in (0..400).flat_map(|round| panels().into_iter().take(5).map(move |p| (round, p))) {
-                let (seed, position, first) = (u64::MAX / 3 * round, (1 << 33) + round, round as u32 * 64);
+                let (seed, position, first) =
+                    ((u64::MAX / 3).wrapping_mul(round), (1 << 33) + round, round as u32 * 64);
                 for scale in [1.0, 0.3, 20.0] {
                     let sums = panel.iter().zip(first..).filter(|(l, _)| !l.is_nan());
                     let sums = sums.map(|(&l, t)| f64::from(l) * f64::from(scale) + gumbel(seed, position, t));

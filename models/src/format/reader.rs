@@ -78,12 +78,6 @@ impl ModelFile {
         self.section(SectionKind::Tokenizer)
     }
 
-    /// Takes the header out of this process's memory until it is read again: tokenizer.json has megabytes, and a
-    /// tokenizer that was made from it needs them no more.
-    pub fn release_header(&self) {
-        self.map.release(0..self.header.fixed.header_len as usize);
-    }
-
     /// The chat template's text, if the source had one.
     pub fn chat_template(&self) -> Option<&str> {
         let bytes = self.section(SectionKind::ChatTemplate)?;

@@ -152,7 +152,6 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
     let json = file.tokenizer_json().ok_or_else(|| RunError::NoTokenizer { path: args.file.clone() })?;
     let (bos, eos) = (generation.bos_text.as_deref(), generation.eos_text.as_deref());
     let mut text = TextModel::new(json, file.chat_template(), bos, eos, &generation.eos)?;
-    file.release_header();
     if args.raw {
         text = text.raw();
     }

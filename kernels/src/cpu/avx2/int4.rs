@@ -69,11 +69,14 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
             if sweep {
                 unpack::<Z>(codes, count * QUADS, bytes);
             }
-            let passes = match rows.len() {
-                1 if w.strips == (0..4) => 1,
-                2 if w.strips.len().is_multiple_of(2) => w.strips.len() / 2,
-                m => m.div_ceil(MR) * w.strips.len(),
+            let strips = w.strips.len();
+            let last = match rows.len() % MR {
+                1 if strips == 4 => 1,
+                2 => strips.div_ceil(2),
+                0 => 0,
+                _ => strips,
             };
+            let passes = if sweep { rows.len().div_ceil(MR) * strips } else { rows.len() / MR * strips + last };
             let lines = count * QUADS * 2;
             let mut ahead = Ahead { at: codes.wrapping_add(AHEAD), left: lines, each: lines.div_ceil(passes * count) };
             if sweep {

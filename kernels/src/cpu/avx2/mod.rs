@@ -34,6 +34,7 @@ pub(crate) static ISA: Isa = Isa {
     int8_f32: exact::panel,
     float: float::panel,
     peak: dots::peak,
+    strips: true,
 };
 
 pub(super) fn detected() -> bool {

@@ -37,6 +37,7 @@ pub(crate) static ISA: Isa = Isa {
     int8_f32: exact::panel,
     float: float::panel,
     peak: dot_peak,
+    strips: false,
 };
 
 pub(crate) static I8MM: Isa = Isa {

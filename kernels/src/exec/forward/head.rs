@@ -136,6 +136,7 @@ impl Forward {
         let (logits, max, more) = (Disjoint::new(logits), Disjoint::new(max), Disjoint::new(more));
         let (simd, rows) = (self.simd, &*rows);
         let store = |row: usize, at: usize, tile: &[f32]| {
+            assert!(at.is_multiple_of(PANEL), "a survey is of a whole panel");
             let row = &rows[row];
             let Some(kept) = row.kept else {
                 return row.best.offer(survey(simd, Ask::Max, at as u32, tile).max, at, tile);
@@ -157,7 +158,7 @@ impl Forward {
             regions: &mut self.regions,
             threads: &mut self.bufs.threads,
         };
-        run.linears(std::slice::from_ref(&w), &self.bufs.acts, &store);
+        run.panels(&w, &self.bufs.acts, &store);
     }
 }
 

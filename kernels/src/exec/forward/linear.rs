@@ -10,7 +10,7 @@ use quern_models::{PANEL, TensorView};
 use super::{Forward, ThreadBuffers};
 use crate::{
     cpu::{
-        acts::{Acts, MR, Mode},
+        acts::{Acts, MR, Mode, block},
         isa::Isa,
         linear::{STRIPS, linear_strips},
     },
@@ -39,6 +39,17 @@ impl Linear<'_> {
     /// Several weights on one input, in one region. `put(row, column, outputs)` gets up to 64 outputs
     /// at a time; columns count through the weights.
     pub fn linears(&mut self, weights: &[TensorView], acts: &Acts, put: &(dyn Fn(usize, usize, &[f32]) + Sync)) {
+        // Half a panel is half the work only for kernels that know of it.
+        let halves = self.isa.strips && weights.iter().all(|w| block(w.scheme, self.mode).is_some());
+        self.run(weights, acts, halves, put);
+    }
+
+    /// The same with whole panels: `put` is called once for each.
+    pub fn panels(&mut self, weight: &TensorView, acts: &Acts, put: &(dyn Fn(usize, usize, &[f32]) + Sync)) {
+        self.run(std::slice::from_ref(weight), acts, false, put);
+    }
+
+    fn run(&mut self, weights: &[TensorView], acts: &Acts, halves: bool, put: &(dyn Fn(usize, usize, &[f32]) + Sync)) {
         let panels: usize = weights.iter().map(TensorView::panels).sum();
         let (isa, mode) = (self.isa, self.mode);
         let threads = PerThread::new(self.threads);
@@ -67,7 +78,7 @@ impl Linear<'_> {
             }
         };
         let m = acts.m();
-        if m > FEW_ROWS || panels >= MANY_PANELS * self.team.threads() {
+        if !halves || m > FEW_ROWS || panels >= MANY_PANELS * self.team.threads() {
             return Self::units(self.team, self.regions, panels, m, &|t, panel, rows| f(t, panel, 0..STRIPS, rows));
         }
         let halves = Halves::new(panels, self.team.threads());
@@ -81,7 +92,7 @@ impl Linear<'_> {
     /// Runs `f(thread, panel, rows)` so that every panel meets every row once.
     ///
     /// Few rows: a contiguous share of the panels per thread, as the memory likes it, and threads that are done
-    /// take over from others. Many: units of up to 64 rows, taken by whoever is free.
+    /// take over from others. Many: units of up to 32 rows, taken by whoever is free.
     pub fn units(
         team: &Team,
         regions: &mut usize,
