@@ -54,13 +54,13 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
     let block = QUADS * 4;
     let sweep = Z == FP4 && rows.len() >= SWEEP;
     // One or two rows use each scale once or twice: widening them beforehand would cost as much as using them.
-    let halves = rows.len() <= 2 && w.scale == FloatType::F16 && w.supers.is_empty() && w.mini.is_none();
+    let in_place = rows.len() <= 2 && w.scale == FloatType::F16 && w.supers.is_empty() && w.mini.is_none();
     scratch.bytes.reserve(4 * STRIP);
     tile.fill(0.0);
     middles(w, 0, &mut scratch.meta);
     for b0 in (0..a.blocks()).step_by(SPAN / block) {
         let count = (a.blocks() - b0).min(SPAN / block);
-        slots(w, b0, count, 0, !halves, &mut scratch.meta);
+        slots(w, b0, count, 0, !in_place, &mut scratch.meta);
         let codes = w.codes[b0 * block * 32..][..count * block * 32].as_ptr();
         let bytes = scratch.bytes.ptr();
         // SAFETY: `codes` are the span's, `bytes` has room for one; every block of rows below is in
@@ -76,14 +76,14 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
                 0 => 0,
                 _ => strips,
             };
-            let passes = if sweep { rows.len().div_ceil(MR) * strips } else { rows.len() / MR * strips + last };
+            let passes = rows.len() / MR * strips + last;
             let lines = count * QUADS * 2;
             let mut ahead = Ahead { at: codes.wrapping_add(AHEAD), left: lines, each: lines.div_ceil(passes * count) };
             if sweep {
                 for strip in w.strips.clone() {
                     for first in rows.clone().step_by(MR) {
                         let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
-                        let at = Span { w, a, first, b0, count, halves, meta: &scratch.meta };
+                        let at = Span { w, a, first, b0, count, in_place, meta: &scratch.meta };
                         let bytes = bytes.add(strip * STRIP);
                         match (rows.end - first).min(MR) {
                             1 => at.rows::<Z, QUADS, false, 1, 1>(bytes, strip, &mut ahead, y),
@@ -97,7 +97,7 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
             }
             for first in rows.clone().step_by(MR) {
                 let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
-                let at = Span { w, a, first, b0, count, halves, meta: &scratch.meta };
+                let at = Span { w, a, first, b0, count, in_place, meta: &scratch.meta };
                 let mb = (rows.end - first).min(MR);
                 if mb == 1 && w.strips == (0..4) {
                     at.rows::<Z, QUADS, true, 4, 1>(codes, 0, &mut ahead, y);
@@ -186,7 +186,7 @@ struct Span<'a> {
     b0: usize,
     count: usize,
     /// Scales and minima are read in place, as f16.
-    halves: bool,
+    in_place: bool,
     meta: &'a Meta,
 }
 
@@ -215,7 +215,8 @@ impl Span<'_> {
         // SAFETY: the caller's promise.
         unsafe { exchange::<N, R, false>(y, strip, &mut held) };
         for (i, slot) in self.meta.slot[..self.count].iter().enumerate() {
-            // SAFETY: the caller's promises; a meta row has 64 elements, `strip + N <= 4`; `halves` says what it needs.
+            // SAFETY: the caller's promises; a meta row has 64 elements, `strip + N <= 4`; `in_place` says what
+            // `Factors::halves` needs.
             unsafe {
                 if PACKED {
                     ahead.ask();
@@ -224,7 +225,7 @@ impl Span<'_> {
                 for n in 0..N {
                     for h in 0..2 {
                         let c = (strip + n) * 16 + h * 8;
-                        let of = if R <= 2 && self.halves {
+                        let of = if R <= 2 && self.in_place {
                             let g = (self.b0 + i) * QUADS * 4 / self.w.group;
                             Factors::halves::<Z>(self.w, g, self.meta, *slot, c)
                         } else {
