@@ -297,7 +297,7 @@ impl Factors {
 /// Outputs of up to 4 (strip, row) pairs, low and high 8 weight rows.
 ///
 /// A tile is fetched once a span and put back at its end: outputs are 256 bytes from row to row, and stores
-/// between the loads of a block cost a fifth of the speed where they meet them in the lowest 12 bits of an address.
+/// between the loads of a block slow both down where they meet in the lowest 12 bits of an address (ARCHITECTURE.md).
 type Outputs = [[__m256; 2]; 4];
 
 /// Fetches the outputs of `R` rows and `N` strips from `strip` on, `[strip * R + row]`, or puts them back.
