@@ -4,4 +4,5 @@
 pub mod cli;
 pub mod engine;
 pub mod sched;
+pub mod server;
 pub mod text;

@@ -5,8 +5,11 @@
 //! caller (`crate::text`, `crate::cli`, the server), who cancels a request when a stop string
 //! appears. The commands are written against the trait, so their tests run on a fake engine.
 
+mod constraint;
 mod run;
+pub mod worker;
 
+pub use constraint::{Constraint, Grammar, TokenSet};
 pub use run::{Engine, EngineOptions, OpenError};
 
 use quern_kernels::sample::{SampleError, SamplingParams};
@@ -26,6 +29,25 @@ pub struct Request {
     pub ignore_eos: bool,
     /// `Some(n)`: report the logprob of each chosen token and of the `n` most likely ones.
     pub logprobs: Option<usize>,
+    /// `Some(n)`: report the same for every token of the prompt but the first, before the first token is chosen.
+    pub prompt_logprobs: Option<usize>,
+    /// Who goes first when not all can run: the lower value, of equal ones the older request.
+    pub priority: i32,
+    /// Requests share computed prefixes only with those of the same salt.
+    pub cache_salt: Option<String>,
+    /// What the answer may be.
+    pub constraint: Option<Constraint>,
+    /// Report the hidden states of the prompt instead of continuing it; `max_tokens` is not looked at.
+    pub embed: Option<Pooling>,
+}
+
+/// How the hidden states of a text (after the final norm) become one vector.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pooling {
+    /// Their mean.
+    Mean,
+    /// That of the last token.
+    Last,
 }
 
 /// Why a request ended.
@@ -44,6 +66,28 @@ pub enum Finish {
 /// Something that happened in a step.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
+    /// A request left the queue: its prompt is computed from now on. Comes once, before everything else but
+    /// [`Event::Finished`] and [`Event::Failed`], which may come without it.
+    Started {
+        /// As returned by [`Generator::add`].
+        request: u64,
+        /// Tokens of the prompt that another request had computed.
+        cached: usize,
+    },
+    /// Logprobs of the prompt, where they were asked for.
+    Prompt {
+        /// As returned by [`Generator::add`].
+        request: u64,
+        /// Of each token but the first: its logprob, and the likeliest tokens in its place with theirs.
+        tokens: Vec<(f32, Vec<(u32, f32)>)>,
+    },
+    /// The vector of an [embedded](Request::embed) text, `[hidden]`, of no particular length. Then the request finishes.
+    Embedding {
+        /// As returned by [`Generator::add`].
+        request: u64,
+        /// The vector.
+        values: Vec<f32>,
+    },
     /// One more token of a request, in order.
     Token {
         /// As returned by [`Generator::add`].
@@ -68,8 +112,61 @@ pub enum Event {
         /// As returned by [`Generator::add`].
         request: u64,
         /// Why not.
-        error: SampleError,
+        error: Failure,
     },
+}
+
+impl Event {
+    /// The request it is about.
+    pub fn request_mut(&mut self) -> &mut u64 {
+        match self {
+            Event::Started { request, .. }
+            | Event::Prompt { request, .. }
+            | Event::Embedding { request, .. }
+            | Event::Token { request, .. }
+            | Event::Finished { request, .. }
+            | Event::Failed { request, .. } => request,
+        }
+    }
+}
+
+/// Why a request failed on its way.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Failure {
+    /// Nothing can be chosen from its logits.
+    #[error(transparent)]
+    Sample(#[from] SampleError),
+    /// Its constraint cannot be followed.
+    #[error("the constraint of the answer failed: {0}")]
+    Constraint(String),
+    /// The engine cannot go on.
+    #[error("the engine failed: {0}")]
+    Engine(String),
+}
+
+/// The state of an engine, for people and metrics.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Stats {
+    /// Requests that are being computed.
+    pub running: usize,
+    /// Requests in the queue.
+    pub waiting: usize,
+    /// Tokens of a KV block.
+    pub block_tokens: usize,
+    /// KV blocks there are.
+    pub blocks: usize,
+    /// KV blocks that running requests hold.
+    pub blocks_held: usize,
+    /// Times a request had to give its blocks back and start again.
+    pub preemptions: u64,
+    /// Prompt tokens that were looked up in the prefix cache.
+    pub prefix_queries: u64,
+    /// Prompt tokens found there.
+    pub prefix_hits: u64,
+    /// Steps.
+    pub steps: u64,
+    /// Tokens computed.
+    pub computed: u64,
 }
 
 /// Why the engine could not do what it was asked.
@@ -99,6 +196,9 @@ pub enum EngineError {
     /// A sampling parameter out of range, or logits that nothing can be chosen from.
     #[error(transparent)]
     Sample(#[from] SampleError),
+    /// A request that failed on its way.
+    #[error(transparent)]
+    Request(#[from] Failure),
     /// The model could not be run.
     #[error("the model could not be run")]
     Backend(#[source] Box<dyn std::error::Error + Send + Sync>),
@@ -117,4 +217,46 @@ pub trait Generator {
 
     /// Tokens that fit into the context: prompt and answer together.
     fn max_context(&self) -> usize;
+
+    /// What [`Generator::add`] checks.
+    fn limits(&self) -> Limits {
+        Limits { vocab: usize::MAX, context: self.max_context() }
+    }
+
+    /// State of the engine.
+    fn stats(&self) -> Stats {
+        Stats::default()
+    }
+}
+
+/// What a request must keep to.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Tokens the model knows.
+    pub vocab: usize,
+    /// Tokens that fit into the context.
+    pub context: usize,
+}
+
+impl Limits {
+    /// Refuses a request that can never run.
+    pub fn check(&self, request: &Request) -> Result<(), EngineError> {
+        let Limits { vocab, context } = *self;
+        if request.prompt.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        // A text that is only looked at needs no room for an answer.
+        let room = if request.embed.is_some() || request.max_tokens == 0 { context + 1 } else { context };
+        if request.prompt.len() >= room {
+            return Err(EngineError::ContextFull { prompt: request.prompt.len(), context });
+        }
+        if let Some(position) = request.prompt.iter().position(|&t| t as usize >= vocab) {
+            return Err(EngineError::UnknownToken { token: request.prompt[position], position, vocab });
+        }
+        request.sampling.validate()?;
+        if let Some(&(token, _)) = request.sampling.logit_bias.iter().find(|(t, _)| *t as usize >= vocab) {
+            return Err(SampleError::BiasToken { token, vocab }.into());
+        }
+        Ok(())
+    }
 }

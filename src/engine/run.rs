@@ -8,11 +8,10 @@ use quern_kernels::{
         kv::{BLOCK, KvType},
     },
     exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Output, Plan},
-    sample::SampleError,
 };
 use quern_models::ModelFile;
 
-use super::{EngineError, Event, Finish, Generator, Request};
+use super::{EngineError, Event, Finish, Generator, Limits, Request};
 use crate::sched::{KvPool, Scheduler};
 
 /// How an engine runs a model.
@@ -163,20 +162,7 @@ const DEFAULT_CONTEXT: usize = 4096;
 
 impl Generator for Engine {
     fn add(&mut self, request: Request) -> Result<u64, EngineError> {
-        let vocab = self.file.spec().vocab;
-        if request.prompt.is_empty() {
-            return Err(EngineError::EmptyPrompt);
-        }
-        if request.prompt.len() >= self.context {
-            return Err(EngineError::ContextFull { prompt: request.prompt.len(), context: self.context });
-        }
-        if let Some(position) = request.prompt.iter().position(|&t| t as usize >= vocab) {
-            return Err(EngineError::UnknownToken { token: request.prompt[position], position, vocab });
-        }
-        request.sampling.validate()?;
-        if let Some(&(token, _)) = request.sampling.logit_bias.iter().find(|(t, _)| *t as usize >= vocab) {
-            return Err(SampleError::BiasToken { token, vocab }.into());
-        }
+        self.limits().check(&request)?;
         let id = self.next;
         self.next += 1;
         if request.max_tokens == 0 {
@@ -207,7 +193,7 @@ impl Generator for Engine {
                 ChunkOutput::Tokens(Err(error)) => {
                     self.scheduler.remove(share.id);
                     self.active.remove(&share.id);
-                    events.push(Event::Failed { request: share.id, error });
+                    events.push(Event::Failed { request: share.id, error: error.into() });
                     continue;
                 }
                 ChunkOutput::None | ChunkOutput::Logits(_) => vec![],
@@ -241,5 +227,9 @@ impl Generator for Engine {
 
     fn max_context(&self) -> usize {
         self.context
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { vocab: self.file.spec().vocab, context: self.context }
     }
 }

@@ -119,6 +119,7 @@ pub fn receive(events: Vec<Event>, answers: &mut [Got], of: impl Fn(u64) -> usiz
                 assert_eq!(before, None, "request {request} ended twice");
             }
             Event::Failed { request, error } => panic!("request {request}: {error}"),
+            Event::Started { .. } | Event::Prompt { .. } | Event::Embedding { .. } => {}
         }
     }
 }

@@ -130,7 +130,7 @@ pub(super) fn request(
         sampling: settings.sampling.clone(),
         stop_ids: text.stop_ids().to_vec(),
         ignore_eos: settings.ignore_eos,
-        logprobs: None,
+        ..Request::default()
     })
 }
 

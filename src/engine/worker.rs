@@ -1,0 +1,362 @@
+//! The engine on a thread of its own: requests and events go through channels.
+//!
+//! The thread never waits for a client: events go into unbounded queues (bounded by the tokens a request may have),
+//! and a request whose [`Submission`] is dropped is cancelled before the next step. A failing engine ends every
+//! request with [`Failure::Engine`] and takes no more.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+        mpsc,
+    },
+    thread::JoinHandle,
+};
+
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use super::{EngineError, Event, Failure, Finish, Generator, Limits, Request, Stats};
+
+/// Why requests were not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum Refused {
+    /// The queue is full; later there may be room.
+    #[error("the queue is full: {waiting} requests wait, at most {most} may (--max-queue); try again later")]
+    Full {
+        /// Requests waiting.
+        waiting: usize,
+        /// Requests that may wait.
+        most: usize,
+    },
+    /// The server is about to stop.
+    #[error("the server is shutting down and takes no new requests")]
+    Draining,
+    /// The engine has failed.
+    #[error("the engine failed: {0}; restart the server")]
+    Failed(String),
+    /// A request that can never run.
+    #[error(transparent)]
+    Invalid(#[from] EngineError),
+}
+
+/// The way to an engine on its thread; clones lead to the same one.
+#[derive(Clone)]
+pub struct Handle {
+    commands: mpsc::Sender<Command>,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    limits: Limits,
+    /// Requests that may wait.
+    most_waiting: usize,
+    /// Requests submitted and not started yet.
+    waiting: AtomicUsize,
+    /// Requests submitted and not ended yet.
+    open: AtomicUsize,
+    draining: AtomicBool,
+    failed: Mutex<Option<String>>,
+    stats: Mutex<Stats>,
+}
+
+enum Command {
+    Submit { requests: Vec<Request>, submission: u64, events: UnboundedSender<Event> },
+    Cancel { submission: u64, index: Option<u64> },
+    Stop,
+}
+
+/// Requests in progress. Dropping it cancels those that have not ended.
+pub struct Submission {
+    id: u64,
+    left: usize,
+    events: UnboundedReceiver<Event>,
+    commands: mpsc::Sender<Command>,
+}
+
+impl Submission {
+    /// The next event; `request` in it is the index in what was submitted. `None` after the last one of all requests.
+    pub async fn next(&mut self) -> Option<Event> {
+        if self.left == 0 {
+            return None;
+        }
+        let event = self.events.recv().await;
+        self.seen(event)
+    }
+
+    /// As [`Submission::next`], for a thread that may wait.
+    pub fn next_blocking(&mut self) -> Option<Event> {
+        if self.left == 0 {
+            return None;
+        }
+        let event = self.events.blocking_recv();
+        self.seen(event)
+    }
+
+    /// The next event if there is one already.
+    pub fn try_next(&mut self) -> Option<Event> {
+        let event = self.events.try_recv().ok();
+        if event.is_some() { self.seen(event) } else { None }
+    }
+
+    fn seen(&mut self, event: Option<Event>) -> Option<Event> {
+        match &event {
+            None => self.left = 0,
+            Some(Event::Finished { .. } | Event::Failed { .. }) => self.left -= 1,
+            Some(_) => {}
+        }
+        event
+    }
+
+    /// Ends one request with [`Finish::Cancelled`]; one that has ended is left alone.
+    pub fn cancel(&self, index: u64) {
+        let _ = self.commands.send(Command::Cancel { submission: self.id, index: Some(index) });
+    }
+}
+
+impl Drop for Submission {
+    fn drop(&mut self) {
+        if self.left > 0 {
+            let _ = self.commands.send(Command::Cancel { submission: self.id, index: None });
+        }
+    }
+}
+
+/// The engine's thread.
+pub struct Worker {
+    handle: Handle,
+    thread: JoinHandle<Box<dyn Generator + Send>>,
+}
+
+impl Worker {
+    /// Starts the thread. At most `most_waiting` requests may wait for their first step.
+    pub fn start(engine: Box<dyn Generator + Send>, most_waiting: usize) -> std::io::Result<Worker> {
+        let (commands, received) = mpsc::channel();
+        let shared = Arc::new(Shared {
+            limits: engine.limits(),
+            most_waiting,
+            waiting: AtomicUsize::new(0),
+            open: AtomicUsize::new(0),
+            draining: AtomicBool::new(false),
+            failed: Mutex::new(None),
+            stats: Mutex::new(engine.stats()),
+        });
+        let handle = Handle { commands, shared: shared.clone() };
+        let work = move || {
+            let mut thread = Thread { engine, commands: received, shared, requests: HashMap::new() };
+            thread.run();
+            thread.engine
+        };
+        let thread = std::thread::Builder::new().name("engine".into()).spawn(work)?;
+        Ok(Worker { handle, thread })
+    }
+
+    /// The way to it.
+    pub fn handle(&self) -> Handle {
+        self.handle.clone()
+    }
+
+    /// Cancels what is in progress, ends the thread and returns the engine; `None` if it panicked.
+    pub fn stop(self) -> Option<Box<dyn Generator + Send>> {
+        let _ = self.handle.commands.send(Command::Stop);
+        self.thread.join().ok()
+    }
+}
+
+impl Handle {
+    /// Submits requests together: all are taken or none.
+    pub fn submit(&self, requests: Vec<Request>) -> Result<Submission, Refused> {
+        let shared = &*self.shared;
+        if let Some(reason) = lock(&shared.failed).clone() {
+            return Err(Refused::Failed(reason));
+        }
+        if shared.draining.load(Ordering::Acquire) {
+            return Err(Refused::Draining);
+        }
+        requests.iter().try_for_each(|r| shared.limits.check(r))?;
+        let count = requests.len();
+        let most = shared.most_waiting;
+        let room =
+            |waiting: usize| (waiting + count <= most.max(count) && waiting < most.max(1)).then_some(waiting + count);
+        shared
+            .waiting
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, room)
+            .map_err(|waiting| Refused::Full { waiting, most })?;
+        shared.open.fetch_add(count, Ordering::AcqRel);
+        let (sender, events) = unbounded_channel();
+        let id = next_id();
+        if self.commands.send(Command::Submit { requests, submission: id, events: sender }).is_err() {
+            shared.waiting.fetch_sub(count, Ordering::AcqRel);
+            shared.open.fetch_sub(count, Ordering::AcqRel);
+            return Err(Refused::Failed("its thread has ended".into()));
+        }
+        Ok(Submission { id, left: count, events, commands: self.commands.clone() })
+    }
+
+    /// What a request must keep to.
+    pub fn limits(&self) -> Limits {
+        self.shared.limits
+    }
+
+    /// State after the last step; `waiting` counts what was submitted since, too.
+    pub fn stats(&self) -> Stats {
+        Stats { waiting: self.shared.waiting.load(Ordering::Acquire), ..*lock(&self.shared.stats) }
+    }
+
+    /// Requests that have not ended.
+    pub fn open(&self) -> usize {
+        self.shared.open.load(Ordering::Acquire)
+    }
+
+    /// Takes no more requests from now on.
+    pub fn drain(&self) {
+        self.shared.draining.store(true, Ordering::Release);
+    }
+
+    /// Whether [`Handle::drain`] was called.
+    pub fn draining(&self) -> bool {
+        self.shared.draining.load(Ordering::Acquire)
+    }
+
+    /// Why the engine cannot go on, if so.
+    pub fn failure(&self) -> Option<String> {
+        lock(&self.shared.failed).clone()
+    }
+}
+
+fn next_id() -> u64 {
+    static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// What is behind these locks is whole at any time.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Thread {
+    engine: Box<dyn Generator + Send>,
+    commands: mpsc::Receiver<Command>,
+    shared: Arc<Shared>,
+    /// By the engine's number.
+    requests: HashMap<u64, Open>,
+}
+
+/// A request that has not ended.
+struct Open {
+    submission: u64,
+    index: u64,
+    events: UnboundedSender<Event>,
+    started: bool,
+}
+
+impl Thread {
+    fn run(&mut self) {
+        let mut events = vec![];
+        loop {
+            // Without work it sleeps until somebody comes; with work it only looks.
+            while let Some(command) = self.next_command() {
+                if !self.obey(command) {
+                    return self.end_all(|request| Event::Finished { request, finish: Finish::Cancelled });
+                }
+            }
+            let stepped = self.engine.step(&mut events);
+            *lock(&self.shared.stats) = self.engine.stats();
+            events.drain(..).for_each(|event| self.deliver(event));
+            if let Err(error) = stepped {
+                return self.fail(&error);
+            }
+        }
+    }
+
+    fn next_command(&mut self) -> Option<Command> {
+        if self.requests.is_empty() {
+            // All handles are gone: nobody can ever come.
+            return Some(self.commands.recv().unwrap_or(Command::Stop));
+        }
+        self.commands.try_recv().ok()
+    }
+
+    /// False: stop.
+    fn obey(&mut self, command: Command) -> bool {
+        match command {
+            Command::Stop => return false,
+            Command::Cancel { submission, index } => {
+                let meant = |r: &Open| r.submission == submission && index.is_none_or(|i| i == r.index);
+                let ids: Vec<u64> = self.requests.iter().filter(|(_, r)| meant(r)).map(|(&id, _)| id).collect();
+                ids.into_iter().for_each(|id| self.engine.cancel(id));
+            }
+            Command::Submit { requests, submission, events } => {
+                for (index, request) in (0u64..).zip(requests) {
+                    let open = Open { submission, index, events: events.clone(), started: false };
+                    match self.engine.add(request) {
+                        Ok(id) => drop(self.requests.insert(id, open)),
+                        // Checked before: only an engine with limits of its own comes here.
+                        Err(error) => self
+                            .end(open, |request| Event::Failed { request, error: Failure::Engine(error.to_string()) }),
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    fn deliver(&mut self, mut event: Event) {
+        let id = *event.request_mut();
+        if matches!(event, Event::Finished { .. } | Event::Failed { .. }) {
+            if let Some(open) = self.requests.remove(&id) {
+                self.end(open, |index| {
+                    *event.request_mut() = index;
+                    event
+                });
+            }
+            return;
+        }
+        let Some(open) = self.requests.get_mut(&id) else { return };
+        if !std::mem::replace(&mut open.started, true) {
+            self.shared.waiting.fetch_sub(1, Ordering::AcqRel);
+        }
+        *event.request_mut() = open.index;
+        // A reader that went away has cancelled the request.
+        let _ = open.events.send(event);
+    }
+
+    fn end(&self, open: Open, last: impl FnOnce(u64) -> Event) {
+        if !open.started {
+            self.shared.waiting.fetch_sub(1, Ordering::AcqRel);
+        }
+        self.shared.open.fetch_sub(1, Ordering::AcqRel);
+        let _ = open.events.send(last(open.index));
+    }
+
+    fn end_all(&mut self, last: impl Fn(u64) -> Event) {
+        for (_, open) in std::mem::take(&mut self.requests) {
+            self.end(open, &last);
+        }
+    }
+
+    /// Tells everybody, now and later.
+    fn fail(&mut self, error: &EngineError) {
+        let mut reason = error.to_string();
+        let mut cause = std::error::Error::source(error);
+        while let Some(e) = cause {
+            reason += &format!(": {e}");
+            cause = e.source();
+        }
+        *lock(&self.shared.failed) = Some(reason.clone());
+        let failed = |request| Event::Failed { request, error: Failure::Engine(reason.clone()) };
+        self.end_all(failed);
+        // Whoever came meanwhile.
+        while let Ok(command) = self.commands.recv() {
+            match command {
+                Command::Stop => return,
+                Command::Cancel { .. } => {}
+                Command::Submit { requests, submission, events } => {
+                    for index in 0..requests.len() as u64 {
+                        self.end(Open { submission, index, events: events.clone(), started: false }, failed);
+                    }
+                }
+            }
+        }
+    }
+}
