@@ -6,7 +6,10 @@
 pub mod api;
 pub mod metrics;
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
 use hyper::{HeaderMap, Method};
@@ -24,6 +27,8 @@ pub struct State {
     pub model: ModelInfo,
     /// What was measured.
     pub metrics: metrics::Metrics,
+    /// Longest time from a request's head to its last token; `None`: any.
+    pub timeout: Option<Duration>,
 }
 
 /// The model, as the endpoints name it.

@@ -8,7 +8,7 @@ pub mod stream;
 pub mod template;
 pub mod tokenizer;
 
-pub use model::{PromptError, TextModel};
+pub use model::{Ending, PromptError, TextModel};
 pub use stream::{StopStrings, TextStream, Utf8Stream};
 pub use template::{ChatTemplate, Message, TemplateError};
 pub use tokenizer::{Tokenizer, TokenizerError};

@@ -19,9 +19,23 @@ pub enum PromptError {
         /// What needs a template.
         what: &'static str,
     },
+    /// The template does not write the last message as it is.
+    #[error("the chat template does not write the last message word for word, so it cannot be continued")]
+    NotContinued,
     /// Nothing to answer.
     #[error("the prompt is empty, expected at least one token of text")]
     Empty,
+}
+
+/// How the text of a conversation ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// With what makes the model write the next message.
+    Ask,
+    /// With the last message.
+    Nothing,
+    /// Within the last message, so that the model goes on with it.
+    Continue,
 }
 
 /// What turns text into prompts for a model, and its tokens into text.
@@ -51,6 +65,11 @@ impl TextModel {
         TextModel { template: None, ..self }
     }
 
+    /// Whether a word stands in the chat template, such as the name of a role.
+    pub fn template_mentions(&self, word: &str) -> bool {
+        self.template.as_ref().is_some_and(|template| template.mentions(word))
+    }
+
     /// Whether the model answers conversations, rather than continuing text.
     pub fn chats(&self) -> bool {
         self.template.is_some()
@@ -73,8 +92,25 @@ impl TextModel {
         tools: Option<&Value>,
         extra: &Map<String, Value>,
     ) -> Result<Vec<u32>, PromptError> {
+        self.dialog(messages, tools, extra, Ending::Ask)
+    }
+
+    /// A conversation as a prompt that ends as it is told to.
+    pub fn dialog(
+        &self,
+        messages: &[Message],
+        tools: Option<&Value>,
+        extra: &Map<String, Value>,
+        ending: Ending,
+    ) -> Result<Vec<u32>, PromptError> {
         let template = self.template.as_ref().ok_or(PromptError::NoTemplate { what: "a conversation" })?;
-        let text = template.render(messages, tools, true, extra)?;
+        let mut text = template.render(messages, tools, ending == Ending::Ask, extra)?;
+        if ending == Ending::Continue {
+            // Templates close a message, and most trim it.
+            let last = messages.last().and_then(Message::text).unwrap_or_default().trim_end();
+            let start = text.rfind(last).filter(|_| !last.is_empty()).ok_or(PromptError::NotContinued)?;
+            text.truncate(start + last.len());
+        }
         // The template writes BOS itself, where the model wants it.
         some(self.tokenizer.encode(&text, true)?)
     }

@@ -141,6 +141,11 @@ impl ChatTemplate {
         deep(|| self.render_here(messages, tools, add_generation_prompt, extra))
     }
 
+    /// Whether a word stands in the template.
+    pub fn mentions(&self, word: &str) -> bool {
+        self.environment.get_template(NAME).is_ok_and(|template| template.source().contains(word))
+    }
+
     fn render_here(
         &self,
         messages: &[Message],

@@ -1,0 +1,128 @@
+//! `/v1/embeddings`: a text as one vector of length 1.
+
+use std::{sync::Arc, time::Instant};
+
+use serde_json::{Value, json};
+
+use super::{
+    answer::{in_time, late},
+    fields::Fields,
+    input::inputs,
+    run::{Run, Update, server_error},
+};
+use crate::{
+    engine::{Pooling, Request},
+    server::{ApiError, Reply, State},
+    text::TextStream,
+};
+
+/// A request that has been understood.
+#[derive(Debug)]
+pub struct Task {
+    requests: Vec<Request>,
+    base64: bool,
+    /// Numbers that a vector must have.
+    dimensions: Option<usize>,
+}
+
+/// Reads a request.
+pub fn parse(fields: Fields<'_>, state: &State) -> Result<Task, ApiError> {
+    let base64 = match fields.text("encoding_format")? {
+        None | Some("float") => false,
+        Some("base64") => true,
+        Some(_) => return Err(fields.wrong("encoding_format", "float or base64")),
+    };
+    let pooling = match fields.text("pooling")? {
+        None | Some("mean") => Pooling::Mean,
+        Some("last") => Pooling::Last,
+        Some(_) => return Err(fields.wrong("pooling", "mean or last")),
+    };
+    let dimensions = fields.integer("dimensions", 1..=i64::MAX)?.map(|n| n as usize);
+    let cache_salt = fields.text("cache_salt")?.map(str::to_string);
+    let context = state.engine.limits().context;
+    let mut requests = vec![];
+    for input in inputs(fields, "input", state)? {
+        if input.tokens.len() > context {
+            let message = format!("{} has {} tokens, the context holds {context}", input.path, input.tokens.len());
+            let error = ApiError::invalid(message).at(input.path);
+            return Err(ApiError { code: Some("context_length_exceeded"), ..error });
+        }
+        let (prompt, cache_salt) = (input.tokens, cache_salt.clone());
+        requests.push(Request { prompt, embed: Some(pooling), cache_salt, ..Request::default() });
+    }
+    Ok(Task { requests, base64, dimensions })
+}
+
+/// Answers a task.
+pub async fn answer(state: Arc<State>, arrived: Instant, task: Task) -> Result<Reply, ApiError> {
+    let tokens: usize = task.requests.iter().map(|r| r.prompt.len()).sum();
+    let mut vectors: Vec<Option<Value>> = vec![None; task.requests.len()];
+    let mut run = Run::start(state.clone(), arrived, task.requests, &TextStream::default())?;
+    let late = late(&state, arrived);
+    while let Some((at, update)) = in_time(late, run.next()).await?? {
+        let Update::Embedding(mut values) = update else { continue };
+        if let Some(asked) = task.dimensions.filter(|&n| n != values.len()) {
+            let message = format!("dimensions is {asked}, expected {} or nothing: vectors cannot be cut", values.len());
+            return Err(ApiError::invalid(message).at("dimensions"));
+        }
+        normalize(&mut values);
+        vectors[at] = Some(if task.base64 {
+            let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+            base64(&bytes).into()
+        } else {
+            values.iter().map(|&x| super::answer::decimal(x)).collect()
+        });
+    }
+    let mut data = vec![];
+    for (index, vector) in vectors.into_iter().enumerate() {
+        let vector = vector.ok_or_else(|| server_error("the engine gave no vector"))?;
+        data.push(json!({"object": "embedding", "index": index, "embedding": vector}));
+    }
+    let usage = json!({"prompt_tokens": tokens, "total_tokens": tokens});
+    Ok(Reply::json(&json!({"object": "list", "data": data, "model": state.model.name, "usage": usage})))
+}
+
+/// Length 1; a vector of zeros stays.
+fn normalize(values: &mut [f32]) {
+    let length = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+    if length > 0.0 {
+        values.iter_mut().for_each(|x| *x = (f64::from(*x) / length) as f32);
+    }
+}
+
+/// RFC 4648, with padding.
+fn base64(bytes: &[u8]) -> String {
+    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut out = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for three in bytes.chunks(3) {
+        let bits = (0..3).fold(0, |bits, i| bits << 8 | u32::from(three.get(i).copied().unwrap_or(0)));
+        for i in 0..4 {
+            let letter = LETTERS[(bits >> (18 - 6 * i) & 63) as usize];
+            out.push(if i <= three.len() { letter.into() } else { '=' });
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn base64_is_that_of_rfc_4648() {
+        for (bytes, text) in [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy")] {
+            assert_eq!(base64(bytes.as_bytes()), text);
+        }
+        assert_eq!(base64(&[0xFF, 0xEF, 0xBE]), "/+++");
+    }
+
+    #[test]
+    fn vectors_have_length_one_or_none() {
+        let mut v = [3.0, 0.0, -4.0];
+        normalize(&mut v);
+        assert_eq!(v, [0.6, 0.0, -0.8]);
+        let mut zeros = [0.0, 0.0];
+        normalize(&mut zeros);
+        assert_eq!(zeros, [0.0, 0.0]);
+    }
+}

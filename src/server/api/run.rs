@@ -1,0 +1,253 @@
+//! One submission to the engine, read as text: tokens become characters, stop texts end an answer.
+//!
+//! Dropping a [`Run`] cancels what has not ended, and counts it as aborted.
+
+use std::{collections::VecDeque, sync::Arc, time::Instant};
+
+use serde_json::{Value, json};
+
+use super::refused;
+use crate::{
+    engine::{Event, Failure, Finish, Request, worker::Submission},
+    server::{ApiError, State, metrics::Done},
+    text::TextStream,
+};
+
+/// A token with its probability, where it was asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Chosen {
+    /// The token.
+    pub id: u32,
+    /// Its logprob; `None` for the first token of a prompt.
+    pub logprob: Option<f32>,
+    /// The likeliest in its place.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Something that happened to a choice.
+#[derive(Debug, PartialEq)]
+pub enum Update {
+    /// Logprobs of the prompt: of each token but the first.
+    Prompt(Vec<(f32, Vec<(u32, f32)>)>),
+    /// A token, and the text that may be shown since.
+    Token(Chosen, String),
+    /// The vector of a text.
+    Embedding(Vec<f32>),
+    /// The end, and the text that was held back until now.
+    End(Finish, String),
+}
+
+/// Requests in progress.
+pub struct Run {
+    state: Arc<State>,
+    submission: Submission,
+    arrived: Instant,
+    choices: Vec<Choice>,
+    /// The first one that left the queue.
+    started: Option<Instant>,
+    ready: VecDeque<(usize, Update)>,
+}
+
+/// What was seen of one choice.
+struct Choice {
+    text: TextStream,
+    stop_ids: Vec<u32>,
+    prompt: usize,
+    cached: usize,
+    generated: usize,
+    started: Option<Instant>,
+    first: Option<Instant>,
+    last: Option<Instant>,
+    ended: bool,
+}
+
+impl Run {
+    /// Submits requests; each gets its own copy of `text`.
+    pub fn start(
+        state: Arc<State>,
+        arrived: Instant,
+        requests: Vec<Request>,
+        text: &TextStream,
+    ) -> Result<Run, ApiError> {
+        let choice = |r: &Request| Choice {
+            text: text.clone(),
+            stop_ids: if r.ignore_eos { vec![] } else { r.stop_ids.clone() },
+            prompt: r.prompt.len(),
+            cached: 0,
+            generated: 0,
+            started: None,
+            first: None,
+            last: None,
+            ended: false,
+        };
+        let choices = requests.iter().map(choice).collect();
+        let submission = state.engine.submit(requests).map_err(refused)?;
+        Ok(Run { state, submission, arrived, choices, started: None, ready: VecDeque::new() })
+    }
+
+    /// What happened next, and to which choice; `None` after the end of all.
+    pub async fn next(&mut self) -> Result<Option<(usize, Update)>, ApiError> {
+        loop {
+            if let Some(ready) = self.ready.pop_front() {
+                return Ok(Some(ready));
+            }
+            let Some(event) = self.submission.next().await else {
+                // The engine's thread is gone, and with it the events of what was open.
+                return match self.choices.iter().all(|c| c.ended) {
+                    true => Ok(None),
+                    false => Err(server_error("the engine's thread has ended")),
+                };
+            };
+            self.take(event)?;
+        }
+    }
+
+    fn take(&mut self, mut event: Event) -> Result<(), ApiError> {
+        let index = *event.request_mut();
+        let at = index as usize;
+        let now = Instant::now();
+        let choice = &mut self.choices[at];
+        if choice.ended {
+            // It was cancelled by us.
+            return Ok(());
+        }
+        match event {
+            Event::Started { cached, .. } => {
+                choice.cached = cached;
+                choice.started = Some(now);
+                self.started.get_or_insert(now);
+            }
+            Event::Prompt { tokens, .. } => self.ready.push_back((at, Update::Prompt(tokens))),
+            Event::Embedding { values, .. } => self.ready.push_back((at, Update::Embedding(values))),
+            Event::Token { id, logprob, top, .. } => {
+                choice.generated += 1;
+                if let Some(last) = choice.last.replace(now) {
+                    self.state.metrics.token_gap(now - last);
+                }
+                choice.first.get_or_insert(now);
+                let text = match choice.stop_ids.contains(&id) {
+                    true => String::new(),
+                    false => choice.text.push(&self.state.text.shown_bytes(id)),
+                };
+                let stopped = choice.text.stopped();
+                self.ready.push_back((at, Update::Token(Chosen { id, logprob, top }, text)));
+                if stopped {
+                    self.submission.cancel(index);
+                    self.end(at, Finish::Stop, "stop");
+                }
+            }
+            Event::Finished { finish: Finish::Cancelled, .. } => {
+                self.count(at, "abort");
+                return Err(stopping());
+            }
+            Event::Finished { finish, .. } => {
+                self.end(at, finish, if finish == Finish::Stop { "stop" } else { "length" });
+            }
+            Event::Failed { error, .. } => {
+                self.count(at, "error");
+                return Err(failed(&error));
+            }
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, at: usize, finish: Finish, reason: &'static str) {
+        let rest = self.choices[at].text.finish();
+        self.ready.push_back((at, Update::End(finish, rest)));
+        self.count(at, reason);
+    }
+
+    /// Counts the end of a choice.
+    fn count(&mut self, at: usize, reason: &'static str) {
+        let choice = &mut self.choices[at];
+        choice.ended = true;
+        self.state.metrics.done(&Done {
+            arrived: self.arrived,
+            started: choice.started,
+            first: choice.first,
+            last: choice.last,
+            prompt_tokens: choice.prompt,
+            cached: choice.cached,
+            generated: choice.generated,
+            reason,
+        });
+    }
+
+    /// How many choices there are.
+    pub fn choices(&self) -> usize {
+        self.choices.len()
+    }
+
+    /// Token counts, as far as it has come; `n` choices of a prompt count their prompt once.
+    pub fn usage(&self, n: usize) -> Value {
+        let (prompt, cached, generated) = self.counts(n);
+        json!({
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        })
+    }
+
+    /// Prompt tokens, those of them found in the cache, and generated tokens.
+    fn counts(&self, n: usize) -> (usize, usize, usize) {
+        let prompts = || self.choices.chunks(n.max(1));
+        let prompt = prompts().map(|c| c[0].prompt).sum();
+        // What the first choice computes, the others of its prompt find: that is no reuse of earlier work.
+        let cached = prompts().filter_map(|c| c.iter().filter(|c| c.started.is_some()).map(|c| c.cached).min()).sum();
+        (prompt, cached, self.choices.iter().map(|c| c.generated).sum())
+    }
+
+    /// What took how long, as llama-server reports it: computing the prompts until the first token, then the answers.
+    pub fn timings(&self, n: usize) -> Value {
+        let (prompt, cached, generated) = self.counts(n);
+        let computed = prompt - cached;
+        let first = self.choices.iter().filter_map(|c| c.first).min();
+        let last = self.choices.iter().filter_map(|c| c.last).max();
+        let between = |from: Option<Instant>, to: Option<Instant>| match (from, to) {
+            (Some(from), Some(to)) => (to - from).as_secs_f64() * 1e3,
+            _ => 0.0,
+        };
+        let (prompt_ms, predicted_ms) = (between(self.started, first), between(first, last));
+        let ratio = |a: f64, b: f64| if b > 0.0 { rounded(a / b) } else { 0.0 };
+        json!({
+            "cache_n": cached,
+            "prompt_n": computed,
+            "prompt_ms": rounded(prompt_ms),
+            "prompt_per_token_ms": ratio(prompt_ms, computed as f64),
+            "prompt_per_second": ratio(1e3 * computed as f64, prompt_ms),
+            "predicted_n": generated,
+            "predicted_ms": rounded(predicted_ms),
+            "predicted_per_token_ms": ratio(predicted_ms, generated as f64),
+            "predicted_per_second": ratio(1e3 * generated as f64, predicted_ms),
+        })
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        for at in 0..self.choices.len() {
+            if !self.choices[at].ended {
+                self.count(at, "abort");
+            }
+        }
+    }
+}
+
+fn rounded(x: f64) -> f64 {
+    (x * 1e3).round() / 1e3
+}
+
+/// The engine could not answer.
+fn failed(error: &Failure) -> ApiError {
+    server_error(error.to_string())
+}
+
+/// Status 500.
+pub fn server_error(message: impl Into<String>) -> ApiError {
+    ApiError::new(500, "server_error", message)
+}
+
+fn stopping() -> ApiError {
+    ApiError::new(503, "service_unavailable_error", "the server stops and has ended this request")
+}
