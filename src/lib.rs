@@ -3,6 +3,7 @@
 
 pub mod cli;
 pub mod engine;
+pub mod grammar;
 pub mod sched;
 pub mod server;
 pub mod text;
