@@ -10,6 +10,7 @@ mod handed;
 mod lossless;
 mod parity;
 mod real;
+mod serve;
 mod sources;
 mod support;
 mod supported;

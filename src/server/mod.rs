@@ -31,6 +31,13 @@ pub struct State {
     pub timeout: Option<Duration>,
 }
 
+impl State {
+    /// A server that has measured nothing yet and gives requests any time.
+    pub fn new(engine: Handle, text: Arc<TextModel>, model: ModelInfo) -> State {
+        State { engine, text, model, metrics: metrics::Metrics::default(), timeout: None }
+    }
+}
+
 /// The model, as the endpoints name it.
 #[derive(Debug, Clone, Default)]
 pub struct ModelInfo {

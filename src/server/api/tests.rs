@@ -13,7 +13,7 @@ use quern_kernels::sample::SamplingParams;
 use super::*;
 use crate::{
     engine::{Event, Failure, Finish, Generator, Pooling, Request, worker::Worker},
-    server::{ModelInfo, metrics::Metrics},
+    server::ModelInfo,
     text::TextModel,
 };
 
@@ -129,8 +129,7 @@ impl Bench {
             device: "fake".into(),
             defaults: SamplingParams { top_k: 7, ..SamplingParams::default() },
         };
-        let (text, metrics) = (Arc::new(text), Metrics::default());
-        let state = Arc::new(State { engine: worker.handle(), text, model, metrics, timeout });
+        let state = Arc::new(State { timeout, ..State::new(worker.handle(), Arc::new(text), model) });
         Bench { state, seen, _worker: worker }
     }
 

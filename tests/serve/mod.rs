@@ -1,0 +1,3 @@
+//! The server: what its endpoints answer.
+
+mod api;
