@@ -7,3 +7,4 @@ pub mod grammar;
 pub mod sched;
 pub mod server;
 pub mod text;
+pub mod tools;

@@ -8,6 +8,8 @@
 mod schema;
 mod vocabulary;
 
+pub(crate) use schema::prepared;
+
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use llguidance::{
@@ -137,6 +139,14 @@ impl GrammarFactory {
         self.compile(what, move || {
             TopLevelGrammar::from_lark(format!("start: CHOICE\nCHOICE: {}", texts.join("\n | ")))
         })
+    }
+
+    /// The grammar of [`crate::tools`].
+    pub(crate) fn tools(&self, grammar: &str) -> Result<Constraint, GrammarError> {
+        let what = "the tools' JSON schemas";
+        short(what, grammar.len(), 2 * MOST_BYTES)?;
+        let grammar = grammar.to_string();
+        self.compile(what, move || TopLevelGrammar::from_lark(grammar))
     }
 
     /// The text side of the model.

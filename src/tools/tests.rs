@@ -1,0 +1,144 @@
+use std::sync::Arc;
+
+use super::*;
+use crate::engine::TokenSet;
+
+const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/models/smollm2-gptq-2layer/tokenizer.json");
+const TEMPLATES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/golden/templates");
+
+/// A fixture's vocabulary with a template of `tests/fixtures/golden/templates`; some control tokens may be renamed.
+fn model(template: &str, renamed: Option<&str>) -> Arc<TextModel> {
+    let mut json = String::from_utf8(std::fs::read(FIXTURE).unwrap()).unwrap();
+    if let Some(mark) = renamed {
+        json = json.replace("<repo_name>", mark);
+    }
+    let template = std::fs::read_to_string(format!("{TEMPLATES}/{template}.jinja")).unwrap();
+    let plain = TextModel::new(json.as_bytes(), None, None, None, &[]).unwrap();
+    let end = plain.tokenizer().id_of("<|im_end|>").unwrap();
+    Arc::new(TextModel::new(json.as_bytes(), Some(&template), None, None, &[end]).unwrap())
+}
+
+fn declared() -> Value {
+    json!([
+        {"type": "function", "function": {"name": "get.time", "description": "d"}},
+        {"type": "function", "function": {"name": "add", "parameters": {
+            "properties": {"a": {"$ref": "#/$defs/n"}, "b": {"enum": ["x", "y"]}}, "required": ["a"],
+            "additionalProperties": false, "$defs": {"n": {"type": "integer"}}}}},
+    ])
+}
+
+fn read(text: &TextModel, choice: Value, parallel: bool) -> ToolSet {
+    ToolSet::read(Some(&declared()), Some(&choice), Some(parallel), text).unwrap().unwrap()
+}
+
+/// Whether an answer follows the constraint to an end; control tokens stand as their text.
+fn follows(set: &ToolSet, text: &Arc<TextModel>, answer: &str) -> bool {
+    let factory = GrammarFactory::new(text.clone(), text.tokenizer().vocab_size());
+    let mut grammar = set.constraint(&factory).unwrap().unwrap().0;
+    let mut tokens = text.tokenizer().encode(answer, !set.marks.is_empty()).unwrap();
+    tokens.push(text.stop_ids()[0]);
+    let mut allowed = TokenSet::new(text.tokenizer().vocab_size());
+    tokens.into_iter().all(|token| {
+        allowed.clear();
+        grammar.allow(&mut allowed).unwrap();
+        allowed.contains(token) && grammar.follow(token).is_ok()
+    })
+}
+
+/// Answers that must follow are also read as these calls.
+fn check(set: &ToolSet, text: &Arc<TextModel>, good: &[(&str, usize)], bad: &[&str]) {
+    for (answer, calls) in good {
+        assert!(follows(set, text, answer), "{answer:?}");
+        let mut parser = set.parser();
+        parser.push(answer);
+        parser.finish();
+        assert_eq!(parser.calls(), *calls, "{answer:?}");
+    }
+    for answer in bad {
+        assert!(!follows(set, text, answer), "{answer:?}");
+    }
+}
+
+#[test]
+fn hermes_answers_are_text_or_calls_of_the_schema() {
+    let add = "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1, \"b\": \"x\"}}\n</tool_call>";
+    let time = "<tool_call>{\"name\":\"get.time\",\"arguments\":{}}</tool_call>";
+    let both = format!("{add}\n{time}");
+    let text = format!("I think <b>so</b>.\n{add}");
+    let wrong = [
+        "<tool_call>\n{\"name\": \"other\", \"arguments\": {}}\n</tool_call>",
+        "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"b\": \"x\"}}\n</tool_call>",
+        "<tool_call>\n{\"name\": \"getXtime\", \"arguments\": {}}\n</tool_call>",
+        "Well, <tool_call> it is",
+        "<tool_call>\n{\"name\": \"get.time\", \"arguments\": {}}",
+    ];
+    // As text and as control tokens; a template that knows no tools gets the same.
+    for (template, renamed) in [("qwen2.5", None), ("smollm2", None), ("qwen3", Some("<tool_call>"))] {
+        let model = model(template, renamed);
+        let auto = read(&model, json!("auto"), true);
+        assert_eq!(auto.style, Style::Hermes);
+        assert_eq!(auto.argument(), (template != "smollm2").then_some("tools"));
+        assert_eq!(auto.marks.len(), usize::from(renamed.is_some()));
+        check(&auto, &model, &[("Just text.", 0), ("", 0), (add, 1), (&text, 1), (&both, 2)], &wrong);
+        let one = read(&model, json!("auto"), false);
+        check(&one, &model, &[("2 < 3", 0), (add, 1)], &[&both]);
+        let must = read(&model, json!("required"), true);
+        check(&must, &model, &[(add, 1), (&both, 2)], &["Just text.", &text, "", wrong[1]]);
+        let named = read(&model, json!({"type": "function", "function": {"name": "add"}}), true);
+        check(&named, &model, &[(add, 1)], &[time, &both]);
+        assert!(
+            read(&model, json!("none"), true).constraint(&GrammarFactory::new(model.clone(), 1)).unwrap().is_none()
+        );
+    }
+}
+
+#[test]
+fn llama_answers_are_text_or_one_object() {
+    let add = "{\"name\": \"add\", \"parameters\": {\"a\": -1}}";
+    for renamed in [None, Some("<|python_tag|>")] {
+        let model = model("llama-3.1", renamed);
+        let auto = read(&model, json!("auto"), true);
+        assert_eq!(auto.style, Style::Llama);
+        check(&auto, &model, &[("Text {", 0), ("", 0), (add, 1)], &["{\"a\": 1}", &[add, add].concat(), "{}"]);
+        let must = read(&model, json!("required"), true);
+        check(&must, &model, &[(add, 1)], &["Text", ""]);
+        if renamed.is_some() {
+            check(&auto, &model, &[(&format!("<|python_tag|>{add}"), 1)], &["<|python_tag|>Text"]);
+        }
+    }
+}
+
+#[test]
+fn mistral_answers_are_text_or_a_list() {
+    let one = "[TOOL_CALLS] [{\"name\": \"add\", \"arguments\": {\"a\": 1}, \"id\": \"abcDEF123\"}]";
+    let two =
+        "[TOOL_CALLS][{\"name\": \"add\", \"arguments\": {\"a\": 1}}, {\"name\": \"get.time\", \"arguments\": {}}]";
+    for renamed in [None, Some("[TOOL_CALLS]")] {
+        let model = model("mistral-v0.3", renamed);
+        let auto = read(&model, json!("auto"), true);
+        assert_eq!(auto.style, Style::Mistral);
+        check(&auto, &model, &[("Text [TOOL]", 0), (one, 1), (two, 2)], &["[TOOL_CALLS] []", "[TOOL_CALLS] x"]);
+        check(&read(&model, json!("required"), false), &model, &[(one, 1)], &["Text", two]);
+    }
+}
+
+#[test]
+fn fields_that_make_no_sense_are_named() {
+    let model = model("qwen2.5", None);
+    let function = |f: Value| json!([{"type": "function", "function": f}]);
+    let error = |tools: Value, choice: Value| ToolSet::read(Some(&tools), Some(&choice), None, &model).unwrap_err();
+    assert_eq!(error(json!({}), json!(null)).0, "tools");
+    assert_eq!(error(json!([{"type": "web_search"}]), json!(null)).0, "tools[0].type");
+    assert_eq!(error(function(json!({"name": "a b"})), json!(null)).0, "tools[0].function.name");
+    let list = json!([declared()[0], declared()[0]]);
+    assert_eq!(error(list, json!(null)).0, "tools[1].function.name");
+    assert_eq!(error(function(json!({"name": "a", "parameters": 1})), json!(null)).0, "tools[0].function.parameters");
+    assert_eq!(error(declared(), json!("any")).0, "tool_choice");
+    assert_eq!(error(declared(), json!({"function": {"name": "b"}})).0, "tool_choice.function.name");
+    assert_eq!(error(json!([]), json!("required")).0, "tool_choice");
+    assert!(ToolSet::read(None, None, None, &model).unwrap().is_none());
+    let impossible = function(json!({"name": "a", "parameters": {"not": {}}}));
+    let set = ToolSet::read(Some(&impossible), None, None, &model).unwrap().unwrap();
+    let factory = GrammarFactory::new(model.clone(), model.tokenizer().vocab_size());
+    assert!(set.constraint(&factory).unwrap_err().to_string().contains("`#/not` is not supported"));
+}
