@@ -168,8 +168,8 @@ impl ToolCallParser {
             State::Call { seen, depth, string, escape } => self.scan(seen, depth, string, escape, parts),
             State::Behind => {
                 let text = self.held.trim_start();
-                if text.starts_with(end) {
-                    self.held = text[end.len()..].to_string();
+                if let Some(rest) = text.strip_prefix(end) {
+                    self.held = rest.to_string();
                 } else if end.starts_with(text) {
                     return false;
                 }

@@ -95,3 +95,119 @@ fn sizes_beyond_reason_are_refused() {
     bench(&["-p", "0", "-n", "0"]).misused(&["nothing to measure"]);
     quern(&["bench", "--synthetic", "llama-1b", "--group", "1048576"]).misused(&["1048576", "65536"]);
 }
+
+/// A server that answers every generation with as many words as were asked for, and refuses each fifth.
+fn fake_server() -> String {
+    use std::{
+        io::{BufRead, BufReader, Read, Write},
+        net::TcpListener,
+        sync::atomic::{AtomicUsize, Ordering},
+    };
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/v1", listener.local_addr().unwrap());
+    let serve = |mut stream: std::net::TcpStream| -> std::io::Result<()> {
+        stream.set_nodelay(true)?;
+        let mut reader = BufReader::new(stream.try_clone()?);
+        loop {
+            let (mut head, mut line) = (String::new(), String::new());
+            while reader.read_line(&mut line)? > 2 {
+                head += &std::mem::take(&mut line).to_lowercase();
+            }
+            if head.is_empty() {
+                return Ok(());
+            }
+            let length =
+                head.split("content-length: ").nth(1).map_or(0, |l| l.lines().next().unwrap().parse().unwrap());
+            let mut body = vec![0; length];
+            reader.read_exact(&mut body)?;
+            let whole = |text: &str| format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{text}", text.len());
+            let request: serde_json::Value = serde_json::from_slice(&body).unwrap_or_default();
+            if head.starts_with("get /v1/models") {
+                stream.write_all(whole(r#"{"data": [{"id": "fake"}]}"#).as_bytes())?;
+            } else if head.starts_with("post /tokenize") {
+                let words: Vec<&str> = request["content"].as_str().unwrap().split_whitespace().collect();
+                stream.write_all(whole(&json!({ "tokens": words }).to_string()).as_bytes())?;
+            } else if COUNT.fetch_add(1, Ordering::Relaxed) % 5 == 4 {
+                stream.write_all(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\n\r\n")?;
+            } else {
+                assert!(head.starts_with("post /v1/completions"), "{head}");
+                assert_eq!((&request["stream"], &request["ignore_eos"]), (&json!(true), &json!(true)));
+                let (prompt, tokens) = (request["prompt"].as_str().unwrap(), request["max_tokens"].as_u64().unwrap());
+                let mut chunk = |text: String| {
+                    std::thread::sleep(std::time::Duration::from_millis(2));
+                    write!(stream, "{:x}\r\n{text}\r\n", text.len())
+                };
+                for i in 0..tokens {
+                    let head = if i == 0 { "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" } else { "" };
+                    let event = format!("data: {}\n\n", json!({"choices": [{"text": format!(" {i}")}]}));
+                    if i == 0 {
+                        reader.get_ref().write_all(head.as_bytes())?;
+                    }
+                    chunk(event)?;
+                }
+                let usage = json!({"prompt_tokens": prompt.split_whitespace().count(), "completion_tokens": tokens,
+                    "prompt_tokens_details": {"cached_tokens": 3}});
+                chunk(format!("data: {}\n\ndata: [DONE]\n\n", json!({"choices": [], "usage": usage})))?;
+                write!(stream, "0\r\n\r\n")?;
+            }
+        }
+    };
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            std::thread::spawn(move || serve(stream.unwrap()));
+        }
+    });
+    url
+}
+
+#[test]
+fn a_server_is_measured_by_clients_and_at_a_rate() {
+    let url = fake_server();
+    let scratch = Scratch::new("bench-serve");
+    let texts = scratch.path().join("texts.jsonl");
+    let common =
+        ["bench", "serve", "--url", &url, "-n", "25", "-i", "4-6", "-g", "3", "--shared-prefix", "10", "-o", "json"];
+    let closed = ["-c", "3", "--save-texts", arg(&texts)];
+    let open = ["--rate", "200", "--burstiness", "0.5"];
+    for more in [&closed[..], &open[..]] {
+        let report = quern(&[&common[..], more].concat()).ok().json();
+        assert_eq!((&report["model"], &report["exact_lengths"]), (&json!("fake"), &json!(true)), "{report}");
+        assert_eq!((&report["completed"], &report["failed"]), (&json!(20), &json!(5)), "{report}");
+        assert_eq!(report["errors"], json!({"HTTP 429": 5}));
+        assert_eq!((&report["generated_tokens"], &report["cached_tokens"]), (&json!(60), &json!(60)));
+        let prompts = report["prompt_tokens"].as_u64().unwrap();
+        assert!((20 * 14..=20 * 16).contains(&prompts), "{report}");
+        let of = |name: &str, which: &str| report[name][which].as_f64().unwrap();
+        assert!(of("itl_ms", "p50") >= 2.0 && of("ttft_ms", "p50") <= of("e2el_ms", "p50"), "{report}");
+        assert!(of("e2el_ms", "mean") >= 8.0 && of("e2el_ms", "p99") <= of("e2el_ms", "max"), "{report}");
+    }
+    let lines = std::fs::read_to_string(&texts).unwrap();
+    assert_eq!(lines.lines().count(), 25);
+    assert_eq!(lines.lines().filter(|l| l.contains(r#""text":" 0 1 2""#)).count(), 20, "{lines}");
+    let table = quern(&[
+        "bench",
+        "serve",
+        "--url",
+        &url,
+        "-n",
+        "2",
+        "-g",
+        "2",
+        "-i",
+        "3",
+        "--intrude",
+        "9",
+        "--intrude-after",
+        "0.01",
+    ]);
+    assert!(table.ok().out.contains("Long prompt of 9 tokens"));
+}
+
+#[test]
+fn a_server_that_is_not_there_is_an_error() {
+    let ran = quern(&["bench", "serve", "--url", "http://127.0.0.1:1"]);
+    assert_eq!(ran.code, Some(1));
+    assert!(ran.err.contains("connect: connection refused"), "{}", ran.err);
+    assert_eq!(quern(&["bench", "serve", "--url", "https://127.0.0.1"]).code, Some(2));
+}

@@ -1,11 +1,12 @@
-//! `quern bench`: speed of prompts, generation, depth and batches, one row each.
+//! `quern bench`: speed of prompts, generation, depth and batches, one row each; and of servers.
 
 mod rows;
+mod serve;
 mod synthetic;
 
 use std::{error::Error, path::PathBuf, sync::Arc};
 
-use clap::Args;
+use clap::{Args, Subcommand};
 use quern_kernels::{
     cores::default_threads,
     cpu::{isa::Isa, probe},
@@ -19,7 +20,10 @@ use rows::{Measured, Test};
 
 /// Flags of `quern bench`.
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct BenchArgs {
+    #[command(subcommand)]
+    of: Option<Of>,
     /// A .qrn file
     #[arg(required_unless_present = "synthetic", conflicts_with = "synthetic")]
     file: Option<PathBuf>,
@@ -58,8 +62,17 @@ pub struct BenchArgs {
     output: Format,
 }
 
+#[derive(Debug, Subcommand)]
+enum Of {
+    /// Measure a server: clients at once, or requests at a rate; latencies and throughput
+    Serve(Box<serve::ServeBenchArgs>),
+}
+
 /// Runs the command.
 pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
+    if let Some(Of::Serve(args)) = args.of {
+        return serve::main(*args);
+    }
     let (name, file) = match (&args.file, &args.synthetic) {
         (Some(path), _) => {
             let name = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
