@@ -15,7 +15,7 @@ use bytes::Bytes;
 use hyper::{HeaderMap, Method};
 use serde_json::{Map, Value, json};
 
-use crate::{engine::worker::Handle, text::TextModel};
+use crate::{engine::worker::Handle, grammar::GrammarFactory, text::TextModel};
 
 /// What every request needs.
 pub struct State {
@@ -27,6 +27,8 @@ pub struct State {
     pub model: ModelInfo,
     /// What was measured.
     pub metrics: metrics::Metrics,
+    /// What makes constraints of answers.
+    pub grammars: GrammarFactory,
     /// Longest time from a request's head to its last token; `None`: any.
     pub timeout: Option<Duration>,
 }
@@ -34,7 +36,8 @@ pub struct State {
 impl State {
     /// A server that has measured nothing yet and gives requests any time.
     pub fn new(engine: Handle, text: Arc<TextModel>, model: ModelInfo) -> State {
-        State { engine, text, model, metrics: metrics::Metrics::default(), timeout: None }
+        let grammars = GrammarFactory::new(text.clone(), engine.limits().vocab);
+        State { engine, text, model, metrics: metrics::Metrics::default(), grammars, timeout: None }
     }
 }
 

@@ -16,6 +16,7 @@ use crate::{
     engine::{Finish, Request},
     server::{ApiError, Reply, State},
     text::{TextModel, TextStream},
+    tools::{Part, ToolCallParser, ToolSet},
 };
 
 /// Chunks that wait for a slow reader; further ones wait as events of the engine.
@@ -42,7 +43,10 @@ pub struct Task {
 #[derive(Debug)]
 pub enum Kind {
     /// `/v1/chat/completions`
-    Chat,
+    Chat {
+        /// What the model may call.
+        tools: Option<ToolSet>,
+    },
     /// `/v1/completions`; the texts of the prompts where they are to be repeated.
     Completion {
         /// One for each prompt, or none.
@@ -54,6 +58,8 @@ pub enum Kind {
 #[derive(Debug, Default)]
 struct Delta {
     text: String,
+    /// Calls of tools.
+    calls: Vec<Value>,
     tokens: Vec<Chosen>,
     finish: Option<&'static str>,
 }
@@ -61,6 +67,7 @@ struct Delta {
 impl Delta {
     fn add(&mut self, more: Delta) {
         self.text += &more.text;
+        self.calls.extend(more.calls);
         self.tokens.extend(more.tokens);
         self.finish = more.finish.or(self.finish);
     }
@@ -69,22 +76,27 @@ impl Delta {
 /// Answers a task. `id` names the request, which arrived then.
 pub async fn answer(state: Arc<State>, id: &str, arrived: Instant, mut task: Task) -> Result<Reply, ApiError> {
     let text = match task.kind {
-        Kind::Chat => state.text.stream(&task.stops),
+        Kind::Chat { .. } => state.text.stream(&task.stops),
         // What continues a text keeps its space.
         Kind::Completion { .. } => TextStream::new(task.stops.iter().cloned(), false),
     };
     let prompts = match &task.kind {
-        Kind::Chat => vec![],
+        Kind::Chat { .. } => vec![],
         Kind::Completion { .. } => task.requests.iter().map(|r| r.prompt.clone()).collect(),
     };
     let logprobs = task.requests.iter().any(|r| r.logprobs.is_some());
-    let run = Run::start(state.clone(), arrived, std::mem::take(&mut task.requests), &text)?;
-    let chat = matches!(task.kind, Kind::Chat);
+    let tools = match &task.kind {
+        Kind::Chat { tools } => tools.clone(),
+        Kind::Completion { .. } => None,
+    };
+    let progress = Progress { calls: tools.as_ref().map(ToolSet::parser), ..Progress::default() };
+    let run = Run::start(state.clone(), arrived, std::mem::take(&mut task.requests), &text, tools)?;
+    let chat = matches!(task.kind, Kind::Chat { .. });
     let shape = Shape {
         id: format!("{}-{id}", if chat { "chatcmpl" } else { "cmpl" }),
         created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         logprobs,
-        choices: vec![Progress::default(); run.choices()],
+        choices: vec![progress; run.choices()],
         prompts,
         task,
         state,
@@ -194,11 +206,13 @@ struct Progress {
     began: bool,
     /// Characters of the tokens reported.
     offset: usize,
+    /// Finds the calls in its text.
+    calls: Option<ToolCallParser>,
 }
 
 impl Shape {
     fn is_chat(&self) -> bool {
-        matches!(self.task.kind, Kind::Chat)
+        matches!(self.task.kind, Kind::Chat { .. })
     }
 
     fn chunk_object(&self) -> &'static str {
@@ -220,7 +234,7 @@ impl Shape {
     fn delta(&mut self, at: usize, update: Update) -> Delta {
         let echo = match &self.task.kind {
             Kind::Completion { echo } => echo.get(at / self.task.n),
-            Kind::Chat => None,
+            Kind::Chat { .. } => None,
         };
         let mut delta = Delta::default();
         if let Some(text) = echo
@@ -247,6 +261,24 @@ impl Shape {
             }
             Update::Embedding(_) => {}
         }
+        if let Some(parser) = &mut self.choices[at].calls {
+            let mut parts = parser.push(&std::mem::take(&mut delta.text));
+            if delta.finish.is_some() {
+                parts.extend(parser.finish());
+            }
+            for part in parts {
+                match part {
+                    Part::Content(text) => delta.text += &text,
+                    Part::Call { index, id, name, arguments } => {
+                        let function = json!({"name": name, "arguments": arguments});
+                        delta.calls.push(json!({"index": index, "id": id, "type": "function", "function": function}));
+                    }
+                }
+            }
+            if delta.finish == Some("stop") && parser.calls() > 0 {
+                delta.finish = Some("tool_calls");
+            }
+        }
         delta
     }
 
@@ -254,8 +286,14 @@ impl Shape {
     fn choice(&mut self, at: usize, sum: Delta) -> Value {
         let logprobs = self.logprobs(at, &sum.tokens);
         match self.task.kind {
-            Kind::Chat => {
-                let message = json!({"role": "assistant", "content": sum.text, "refusal": null});
+            Kind::Chat { .. } => {
+                let mut message = json!({"role": "assistant", "content": sum.text, "refusal": null});
+                if !sum.calls.is_empty() {
+                    if sum.text.is_empty() {
+                        message["content"] = Value::Null;
+                    }
+                    message["tool_calls"] = sum.calls.into_iter().map(without_index).collect();
+                }
                 json!({"index": at, "message": message, "logprobs": logprobs, "finish_reason": sum.finish})
             }
             Kind::Completion { .. } => {
@@ -270,13 +308,16 @@ impl Shape {
         let logprobs = self.logprobs(at, &delta.tokens);
         let news = !delta.text.is_empty() || !delta.tokens.is_empty();
         match self.task.kind {
-            Kind::Chat => {
+            Kind::Chat { .. } => {
                 let choice = |delta: Value, logprobs: Value, finish: Option<&str>| json!({"index": at, "delta": delta, "logprobs": logprobs, "finish_reason": finish});
                 if !std::mem::replace(&mut self.choices[at].began, true) {
                     choices.push(choice(json!({"role": "assistant", "content": ""}), Value::Null, None));
                 }
                 if news {
                     choices.push(choice(json!({"content": delta.text}), logprobs, None));
+                }
+                if !delta.calls.is_empty() {
+                    choices.push(choice(json!({"tool_calls": delta.calls}), Value::Null, None));
                 }
                 if delta.finish.is_some() {
                     choices.push(choice(json!({}), Value::Null, delta.finish));
@@ -342,6 +383,14 @@ impl Shape {
         }
         json!({"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets})
     }
+}
+
+/// Only streams number their calls.
+fn without_index(mut call: Value) -> Value {
+    if let Some(map) = call.as_object_mut() {
+        map.shift_remove("index");
+    }
+    call
 }
 
 /// What a token stands for; control tokens: their text.

@@ -12,6 +12,7 @@ use super::{
 use crate::{
     server::{ApiError, State},
     text::{Ending, Message},
+    tools::ToolSet,
 };
 
 /// Most messages of a conversation.
@@ -21,16 +22,16 @@ const MOST_MESSAGES: usize = 16384;
 pub fn parse(fields: Fields<'_>, state: &State) -> Result<Task, ApiError> {
     let params = Params::parse(fields, state, 1)?;
     let logprobs = logprobs(fields)?;
-    let tools = constrain::tools(fields)?;
-    let prompt = prompt(fields, state, tools.shown())?;
-    let constraint = constrain::chat(fields, state, &tools)?;
+    let tools = constrain::tools(fields, state)?;
+    let prompt = prompt(fields, state, tools.as_ref())?;
+    let constraint = constrain::chat(fields, state, tools.as_ref())?;
     let mut requests = params.requests(&prompt, state, "messages")?;
     for request in &mut requests {
         request.logprobs = logprobs;
         request.constraint.clone_from(&constraint);
     }
     Ok(Task {
-        kind: Kind::Chat,
+        kind: Kind::Chat { tools },
         requests,
         n: params.n,
         stops: params.stops,
@@ -51,14 +52,14 @@ fn logprobs(fields: Fields<'_>) -> Result<Option<usize>, ApiError> {
 }
 
 /// The tokens of a conversation; the fields of `/tokenize` are the same.
-pub fn prompt(fields: Fields<'_>, state: &State, tools: Option<&Value>) -> Result<Vec<u32>, ApiError> {
+pub fn prompt(fields: Fields<'_>, state: &State, tools: Option<&ToolSet>) -> Result<Vec<u32>, ApiError> {
     let list = match fields.list("messages")? {
         Some(list) if !list.is_empty() && list.len() <= MOST_MESSAGES => list,
         Some(_) => return Err(fields.wrong("messages", &format!("a list of 1 to {MOST_MESSAGES} messages"))),
         None => return Err(ApiError::invalid("messages is missing, expected a list of messages").at("messages")),
     };
     let messages = list.iter().enumerate().map(|(i, m)| message(m, &format!("messages[{i}]"), state));
-    let messages = Value::Array(messages.collect::<Result<_, _>>()?);
+    let mut messages = messages.collect::<Result<Vec<Value>, _>>()?;
     let mut extra: Map<String, Value> = fields.object("chat_template_kwargs")?.cloned().unwrap_or_default();
     if let Some(effort) = fields.text("reasoning_effort")? {
         extra.entry("reasoning_effort").or_insert_with(|| effort.into());
@@ -78,7 +79,9 @@ pub fn prompt(fields: Fields<'_>, state: &State, tools: Option<&Value>) -> Resul
         (false, Some(false)) => Ending::Nothing,
         (false, _) => Ending::Ask,
     };
-    let messages = Message::list(messages).map_err(|error| ApiError::invalid(error.to_string()).at("messages"))?;
+    let tools = constrain::show(tools, &mut messages, &mut extra);
+    let messages =
+        Message::list(messages.into()).map_err(|error| ApiError::invalid(error.to_string()).at("messages"))?;
     state.text.dialog(&messages, tools, &extra, ending).map_err(|error| refuse(error, "messages"))
 }
 

@@ -57,7 +57,7 @@ pub fn parse(fields: Fields<'_>, state: &State) -> Result<Task, ApiError> {
 pub async fn answer(state: Arc<State>, arrived: Instant, task: Task) -> Result<Reply, ApiError> {
     let tokens: usize = task.requests.iter().map(|r| r.prompt.len()).sum();
     let mut vectors: Vec<Option<Value>> = vec![None; task.requests.len()];
-    let mut run = Run::start(state.clone(), arrived, task.requests, &TextStream::default())?;
+    let mut run = Run::start(state.clone(), arrived, task.requests, &TextStream::default(), None)?;
     let late = late(&state, arrived);
     while let Some((at, update)) = in_time(late, run.next()).await?? {
         let Update::Embedding(mut values) = update else { continue };

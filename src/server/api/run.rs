@@ -11,6 +11,7 @@ use crate::{
     engine::{Event, Failure, Finish, Request, worker::Submission},
     server::{ApiError, State, metrics::Done},
     text::TextStream,
+    tools::ToolSet,
 };
 
 /// A token with its probability, where it was asked for.
@@ -43,6 +44,7 @@ pub struct Run {
     submission: Submission,
     arrived: Instant,
     choices: Vec<Choice>,
+    marks: Option<ToolSet>,
     /// The first one that left the queue.
     started: Option<Instant>,
     ready: VecDeque<(usize, Update)>,
@@ -62,12 +64,13 @@ struct Choice {
 }
 
 impl Run {
-    /// Submits requests; each gets its own copy of `text`.
+    /// Submits requests; each gets its own copy of `text`. The control tokens that mark calls of `marks` are text, too.
     pub fn start(
         state: Arc<State>,
         arrived: Instant,
         requests: Vec<Request>,
         text: &TextStream,
+        marks: Option<ToolSet>,
     ) -> Result<Run, ApiError> {
         let choice = |r: &Request| Choice {
             text: text.clone(),
@@ -82,7 +85,7 @@ impl Run {
         };
         let choices = requests.iter().map(choice).collect();
         let submission = state.engine.submit(requests).map_err(refused)?;
-        Ok(Run { state, submission, arrived, choices, started: None, ready: VecDeque::new() })
+        Ok(Run { state, submission, arrived, choices, marks, started: None, ready: VecDeque::new() })
     }
 
     /// What happened next, and to which choice; `None` after the end of all.
@@ -125,9 +128,11 @@ impl Run {
                     self.state.metrics.token_gap(now - last);
                 }
                 choice.first.get_or_insert(now);
-                let text = match choice.stop_ids.contains(&id) {
-                    true => String::new(),
-                    false => choice.text.push(&self.state.text.shown_bytes(id)),
+                let mark = self.marks.as_ref().and_then(|tools| tools.text_of(id));
+                let text = match mark {
+                    _ if choice.stop_ids.contains(&id) => String::new(),
+                    Some(mark) => choice.text.push(mark.as_bytes()),
+                    None => choice.text.push(&self.state.text.shown_bytes(id)),
                 };
                 let stopped = choice.text.stopped();
                 self.ready.push_back((at, Update::Token(Chosen { id, logprob, top }, text)));

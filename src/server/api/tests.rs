@@ -22,7 +22,7 @@ const TEMPLATE: &str = "{% for m in messages %}<{{ m.role[0] }}:{{ m.content }}>
     {% if add_generation_prompt %}>{{ suffix }}{% endif %}";
 const EOS: u32 = 2;
 const VOCAB: usize = 320;
-const CONTEXT: usize = 100;
+const CONTEXT: usize = 300;
 
 /// Answers every prompt with the prompt itself and EOS. A text that begins with `!` fails at its second token, one
 /// with `~` never comes to an end, and never begins if it is `~~`.
@@ -217,6 +217,15 @@ fn once(prompt: impl Into<Value>, extra: Value) -> Value {
     body
 }
 
+fn schema(schema: Value) -> Value {
+    json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": schema}}})
+}
+
+fn tool() -> Value {
+    let parameters = json!({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]});
+    json!({"type": "function", "function": {"name": "add", "description": "d", "parameters": parameters}})
+}
+
 #[tokio::test]
 async fn a_chat_has_openais_shape() {
     let bench = Bench::new();
@@ -290,7 +299,7 @@ async fn texts_are_continued_alone_or_together() {
 
     let tokens = bench.last().prompt;
     for prompt in [json!(tokens), json!([tokens])] {
-        let got = bench.ok(TEXT, once(prompt, json!({"max_tokens": 100 - tokens.len()}))).await;
+        let got = bench.ok(TEXT, once(prompt, json!({"max_tokens": CONTEXT - tokens.len()}))).await;
         assert_eq!(got["choices"][0]["text"], "three");
     }
     let chunks = bench.stream(TEXT, once("x y", json!({}))).await;
@@ -424,8 +433,8 @@ async fn bad_requests_are_refused_by_field() {
         (CHAT, json!({"messages": [{"role": "user"}]}), 400, "messages[0].content", "a string"),
         (CHAT, json!({"messages": [{"role": "user", "content": [3]}]}), 400, "messages[0].content[0]", "type"),
         (CHAT, json!({"messages": image}), 400, "messages[0].content[0].type", "images"),
-        (CHAT, json!({"messages": [{"role": "user", "content": long}]}), 400, "messages", "context holds 100"),
-        (CHAT, hi(json!({"max_tokens": 95})), 400, "messages", "95 more are asked for"),
+        (CHAT, json!({"messages": [{"role": "user", "content": long}]}), 400, "messages", "context holds 300"),
+        (CHAT, hi(json!({"max_tokens": 295})), 400, "messages", "295 more are asked for"),
         (CHAT, hi(json!({"max_tokens": 0})), 400, "max_tokens", "at least 1"),
         (CHAT, hi(json!({"max_tokens": "many"})), 400, "max_tokens", "\"many\""),
         (CHAT, hi(json!({"n": 0})), 400, "n", "1 to 128"),
@@ -449,7 +458,26 @@ async fn bad_requests_are_refused_by_field() {
         (CHAT, hi(json!({"top_logprobs": 2})), 400, "top_logprobs", "logprobs"),
         (CHAT, hi(json!({"stream": 1})), 400, "stream", "true or false"),
         (CHAT, hi(json!({"stream_options": {"include_usage": "y"}})), 400, "stream_options.include_usage", "true"),
-        (CHAT, hi(json!({"response_format": {"type": "yaml"}})), 400, "response_format", ""),
+        (CHAT, hi(json!({"response_format": "json"})), 400, "response_format", "an object"),
+        (CHAT, hi(json!({"response_format": {"type": "yaml"}})), 400, "response_format.type", "json_schema"),
+        (CHAT, hi(schema(json!(null))), 400, "response_format.json_schema.schema", "a JSON schema"),
+        (CHAT, hi(schema(json!({"type": "word"}))), 400, "response_format.json_schema.schema", "word"),
+        (CHAT, hi(json!({"json_schema": {"$ref": "#/no"}})), 400, "json_schema", "cannot be used"),
+        (CHAT, hi(json!({"json_schema": "{"})), 400, "json_schema", "a JSON schema"),
+        (CHAT, hi(json!({"grammar": "root ::= x"})), 400, "grammar", "Lark"),
+        (CHAT, hi(json!({"guided_regex": "("})), 400, "guided_regex", "cannot be used"),
+        (CHAT, hi(json!({"guided_choice": []})), 400, "guided_choice", "at least one"),
+        (CHAT, hi(json!({"guided_choice": [3]})), 400, "guided_choice", "list of strings"),
+        (CHAT, hi(json!({"guided_regex": "a", "guided_json": {}})), 400, "guided_regex", "both given"),
+        (CHAT, hi(json!({"guided_regex": "a", "ignore_eos": true})), 400, "ignore_eos", "expected false"),
+        (CHAT, hi(json!({"structured_outputs": {}})), 400, "structured_outputs", "0 of json"),
+        (CHAT, hi(json!({"structured_outputs": {"regex": "("}})), 400, "structured_outputs.regex", "cannot"),
+        (CHAT, hi(json!({"tools": [{"type": "x"}]})), 400, "tools[0].type", "function"),
+        (CHAT, hi(json!({"tool_choice": "required"})), 400, "tool_choice", "no tools"),
+        (CHAT, hi(json!({"tools": [tool()], "tool_choice": "sometimes"})), 400, "tool_choice", "auto"),
+        (CHAT, hi(json!({"tools": [tool()], "guided_regex": "a"})), 400, "guided_regex", "tools"),
+        (CHAT, hi(json!({"tools": [tool()], "ignore_eos": true})), 400, "ignore_eos", "tools"),
+        (TEXT, once("x", json!({"guided_regex": "("})), 400, "guided_regex", "cannot be used"),
         (CHAT, hi(json!({"functions": [{}]})), 400, "functions", "not supported"),
         (CHAT, hi(json!({"mirostat": 2})), 400, "mirostat", "not supported"),
         (CHAT, hi(json!({"model": "gpt-5"})), 404, "model", "expected tiny or gpt-4/x"),
@@ -464,8 +492,8 @@ async fn bad_requests_are_refused_by_field() {
         (TEXT, once("x", json!({"logprobs": 21})), 400, "logprobs", "0 to 20"),
         (TEXT, once("x", json!({"logprobs": true})), 400, "logprobs", "whole number"),
         (TEXT, once(vec!["x"; 2000], json!({"n": 2})), 400, "n", "at most"),
-        (TEXT, once(vec![5; 101], json!({})), 400, "prompt", "101 tokens"),
-        ("/v1/embeddings", json!({"input": ["x", vec![5; 101]]}), 400, "input[1]", "101 tokens"),
+        (TEXT, once(vec![5; 301], json!({})), 400, "prompt", "301 tokens"),
+        ("/v1/embeddings", json!({"input": ["x", vec![5; 301]]}), 400, "input[1]", "301 tokens"),
         ("/v1/embeddings", json!({"input": "x", "encoding_format": "hex"}), 400, "encoding_format", "base64"),
         ("/v1/embeddings", json!({"input": "x", "dimensions": 3}), 400, "dimensions", "expected 2"),
         ("/v1/embeddings", json!({"input": "x", "pooling": "cls"}), 400, "pooling", "mean or last"),
@@ -479,7 +507,7 @@ async fn bad_requests_are_refused_by_field() {
         assert!(error["message"].as_str().unwrap().contains(part), "{part}: {value}");
         assert_eq!(error["type"], "invalid_request_error");
     }
-    let (_, value) = bench.post(TEXT, once(vec![5; 101], json!({}))).await;
+    let (_, value) = bench.post(TEXT, once(vec![5; 301], json!({}))).await;
     assert_eq!(value["error"]["code"], "context_length_exceeded");
     let (_, value) = bench.post(TEXT, once("x", json!({"model": "y"}))).await;
     assert_eq!(value["error"]["code"], "model_not_found");
@@ -614,4 +642,98 @@ async fn a_full_queue_and_a_stopping_server_say_so() {
     bench.state.engine.drain();
     let (status, value) = bench.post(TEXT, once("x", json!({}))).await;
     assert_eq!((status, &value["error"]["type"]), (503, &json!("service_unavailable_error")));
+}
+
+#[tokio::test]
+async fn formats_constrain_the_answer() {
+    let bench = Bench::new();
+    for format in [
+        json!({"response_format": {"type": "json_object"}}),
+        json!({"response_format": {"type": "json_object", "schema": {"type": "object"}}}),
+        schema(json!({"type": "object", "properties": {"a": {"type": "integer"}}})),
+        json!({"json_schema": {"type": "integer"}}),
+        json!({"guided_json": "{\"type\": \"integer\"}"}),
+        json!({"guided_regex": "[a-z]+"}),
+        json!({"guided_choice": ["yes", "no"]}),
+        json!({"grammar": "start: \"yes\" | \"no\""}),
+        json!({"structured_outputs": {"choice": ["yes"]}}),
+        json!({"structured_outputs": {"json_object": true}}),
+    ] {
+        bench.ok(CHAT, hi(format.clone())).await;
+        assert!(bench.last().constraint.is_some(), "{format}");
+        bench.ok(TEXT, once("x", format)).await;
+        assert!(bench.last().constraint.is_some());
+    }
+    for none in [json!({"response_format": {"type": "text"}}), json!({"grammar": ""}), json!({"guided_json": null})] {
+        bench.ok(CHAT, hi(none)).await;
+        assert!(bench.last().constraint.is_none());
+    }
+}
+
+/// Answers with the last message.
+const LAST: &str = "{{ messages[-1].content }}";
+
+#[tokio::test]
+async fn calls_are_found_whole_and_streamed() {
+    let bench = Bench::with(Some(LAST), 9, None);
+    let call = r#"<tool_call>{"name": "add", "arguments": {"x": 5}}</tool_call>"#;
+    let body = |text: String, more: Value| {
+        let mut body = json!({"messages": [{"role": "user", "content": text}], "tools": [tool()]});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    for (text, content) in [(call.to_string(), None), (format!("Well: {call}"), Some("Well: "))] {
+        let got = bench.ok(CHAT, body(text.clone(), json!({}))).await;
+        let choice = &got["choices"][0];
+        assert_eq!(choice["finish_reason"], "tool_calls", "{got}");
+        assert_eq!(choice["message"]["content"].as_str().map(str::trim), content.map(str::trim));
+        let calls = choice["message"]["tool_calls"].as_array().unwrap();
+        assert_eq!((calls.len(), &calls[0]["type"], calls[0].get("index")), (1, &json!("function"), None));
+        assert_eq!(calls[0]["function"]["name"], "add");
+        let arguments: Value = serde_json::from_str(calls[0]["function"]["arguments"].as_str().unwrap()).unwrap();
+        assert_eq!(arguments, json!({"x": 5}));
+        assert!(bench.last().constraint.is_some());
+
+        let chunks = bench.stream(CHAT, body(text, json!({}))).await;
+        let deltas = || chunks.iter().filter_map(|c| c["choices"].get(0)).map(|c| &c["delta"]);
+        let called: Vec<&Value> = deltas().filter_map(|d| d["tool_calls"].as_array()).flatten().collect();
+        assert_eq!((called.len(), &called[0]["index"], &called[0]["function"]), (1, &json!(0), &calls[0]["function"]));
+        let streamed: String = deltas().filter_map(|d| d["content"].as_str()).collect();
+        assert_eq!(streamed.trim(), content.unwrap_or_default().trim());
+        let ends = chunks.iter().filter_map(|c| c["choices"][0]["finish_reason"].as_str());
+        assert_eq!(ends.collect::<Vec<_>>(), ["tool_calls"]);
+    }
+    // Not asked for: text.
+    let got = bench.ok(CHAT, body(call.into(), json!({"tool_choice": "none"}))).await;
+    assert_eq!(
+        (&got["choices"][0]["message"]["content"], &got["choices"][0]["finish_reason"]),
+        (&json!(call), &json!("stop"))
+    );
+    assert!(bench.last().constraint.is_none());
+}
+
+#[tokio::test]
+async fn templates_are_told_about_tools() {
+    let text = |bench: &Bench| bench.state.text.tokenizer().decode(&bench.last().prompt, true).unwrap();
+    let ask = json!({"messages": [{"role": "user", "content": "q"}], "tools": [tool()], "max_tokens": 1});
+    let bench =
+        Bench::with(Some("{% for t in tools %}{{ t.function.name }}{% endfor %}{{ messages | length }}"), 9, None);
+    bench.ok(CHAT, ask.clone()).await;
+    assert_eq!(text(&bench), "add1");
+    let mut none = ask.clone();
+    none["tool_choice"] = "none".into();
+    bench.ok(CHAT, none).await;
+    assert_eq!(text(&bench), "1");
+    // One that knows nothing of them gets a system message, before what is there.
+    let bench = Bench::with(
+        Some("{{ messages[0].content[:18] }}{{ messages[0].content[-3:] }}{{ messages | length }}"),
+        9,
+        None,
+    );
+    bench.ok(CHAT, ask.clone()).await;
+    assert!(text(&bench).starts_with("You may call funct") && text(&bench).ends_with('2'), "{}", text(&bench));
+    let mut with_system = ask;
+    with_system["messages"] = json!([{"role": "system", "content": "End"}, {"role": "user", "content": "q"}]);
+    bench.ok(CHAT, with_system).await;
+    assert_eq!(text(&bench), "You may call functEnd2");
 }

@@ -11,7 +11,7 @@ pub fn tokenize(fields: Fields<'_>, state: &State) -> Result<Value, ApiError> {
     let pieces = fields.boolean("with_pieces")?.unwrap_or(false);
     let strings = fields.boolean("return_token_strs")?.unwrap_or(false);
     let tokens = match fields.any(&["content", "prompt", "messages"]) {
-        Some("messages") => chat::prompt(fields, state, constrain::tools(fields)?.shown())?,
+        Some("messages") => chat::prompt(fields, state, constrain::tools(fields, state)?.as_ref())?,
         Some(name) => {
             let text = fields.text(name)?.unwrap_or_default();
             let flag = fields.any(&["add_special", "add_special_tokens"]).unwrap_or("add_special");
