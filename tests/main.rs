@@ -8,6 +8,7 @@ mod cli;
 mod compressed;
 mod handed;
 mod lossless;
+mod page;
 mod parity;
 mod real;
 mod serve;

@@ -5,6 +5,7 @@
 
 pub mod api;
 pub mod metrics;
+pub mod page;
 
 use std::{
     sync::Arc,

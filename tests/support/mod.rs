@@ -1,6 +1,7 @@
 //! What several tests need: scratch folders, fixtures and their goldens, the model as a function of
 //! tokens, and the built program.
 
+pub mod browser;
 pub mod checkpoint;
 pub mod golden;
 pub mod model;

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use hyper::Method;
 use serde_json::{Value, json};
 
-use super::{ApiError, Call, Reply, State};
+use super::{ApiError, Call, Reply, State, page};
 use crate::engine::{EngineError, worker::Refused};
 use fields::{Fields, short};
 pub use params::defaults;
@@ -48,6 +48,7 @@ pub async fn route(state: Arc<State>, call: Call) -> Reply {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Endpoint {
+    Page,
     Models,
     Model,
     Chat,
@@ -59,6 +60,7 @@ enum Endpoint {
 
 fn endpoint(path: &str) -> Option<(Method, Endpoint)> {
     Some(match path {
+        "/" => (Method::GET, Endpoint::Page),
         "/v1/models" => (Method::GET, Endpoint::Models),
         "/v1/chat/completions" => (Method::POST, Endpoint::Chat),
         "/v1/completions" => (Method::POST, Endpoint::Completions),
@@ -79,6 +81,7 @@ enum Parsed {
 
 async fn reply(state: Arc<State>, endpoint: Endpoint, call: Call) -> Result<Reply, ApiError> {
     match endpoint {
+        Endpoint::Page => return Ok(page::page()),
         Endpoint::Models => return Ok(Reply::json(&models(&state))),
         Endpoint::Model => return model(&state, &call.path).map(|m| Reply::json(&m)),
         _ => {}
