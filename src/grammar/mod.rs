@@ -10,7 +10,10 @@ mod vocabulary;
 
 pub(crate) use schema::prepared;
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{
+    Arc, Mutex, OnceLock, PoisonError,
+    atomic::{AtomicUsize, Ordering},
+};
 
 use llguidance::{
     Matcher, ParserFactory,
@@ -25,7 +28,7 @@ use crate::{
     text::TextModel,
 };
 
-/// Why a grammar cannot be followed. All of them are the client's to mend but `Vocabulary`.
+/// Why a grammar cannot be followed. The client can mend all but `Vocabulary`, and `Busy` by waiting.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum GrammarError {
     /// It cannot be read, asks for something that is not supported, or would be too expensive.
@@ -46,6 +49,12 @@ pub enum GrammarError {
         /// The limit.
         most: usize,
     },
+    /// Too many grammars wait to be compiled; later there may be room.
+    #[error("{waiting} grammars wait to be compiled, at most {MOST_WAITING} may; try again in a second")]
+    Busy {
+        /// How many.
+        waiting: usize,
+    },
     /// The model's own tokens are the reason.
     #[error("this model cannot follow grammars: {0}")]
     Vocabulary(String),
@@ -59,6 +68,9 @@ pub const MOST_LARK: usize = 16 << 10;
 
 /// Most bytes of a regular expression.
 pub const MOST_EXPRESSION: usize = 4 << 10;
+
+/// Grammars that may wait, each on a thread of its caller.
+pub const MOST_WAITING: usize = 32;
 
 /// Tokens that are tried on a new grammar.
 const TRIED: usize = 8;
@@ -78,6 +90,7 @@ struct Inner {
     vocab: usize,
     parsers: OnceLock<Result<ParserFactory, GrammarError>>,
     compiling: Mutex<()>,
+    waiting: AtomicUsize,
 }
 
 impl std::fmt::Debug for GrammarFactory {
@@ -89,7 +102,13 @@ impl std::fmt::Debug for GrammarFactory {
 impl GrammarFactory {
     /// For a model that knows `vocab` tokens (rows of its head; the tokenizer may know fewer).
     pub fn new(text: Arc<TextModel>, vocab: usize) -> GrammarFactory {
-        GrammarFactory(Arc::new(Inner { text, vocab, parsers: OnceLock::new(), compiling: Mutex::new(()) }))
+        GrammarFactory(Arc::new(Inner {
+            text,
+            vocab,
+            parsers: OnceLock::new(),
+            compiling: Mutex::new(()),
+            waiting: AtomicUsize::new(0),
+        }))
     }
 
     /// Any JSON object.
@@ -160,8 +179,10 @@ impl GrammarFactory {
         grammar: impl FnOnce() -> TopLevelGrammar + Send,
     ) -> Result<Constraint, GrammarError> {
         let inner = &*self.0;
+        let waiting = Waiting::new(&inner.waiting)?;
         // Nothing is behind this lock that a panic could leave half done.
         let _one = inner.compiling.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(waiting);
         let work = || {
             let parsers = inner.parsers.get_or_init(|| parsers(&inner.text, inner.vocab));
             let parsers = parsers.as_ref().map_err(GrammarError::clone)?;
@@ -179,6 +200,23 @@ impl GrammarFactory {
                 Err(e) => failed(format!("no thread to compile it: {e}")),
             }
         })
+    }
+}
+
+/// A place among those who wait.
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl Waiting<'_> {
+    fn new(count: &AtomicUsize) -> Result<Waiting<'_>, GrammarError> {
+        let waiting = count.fetch_add(1, Ordering::AcqRel);
+        let place = Waiting(count);
+        if waiting >= MOST_WAITING { Err(GrammarError::Busy { waiting }) } else { Ok(place) }
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

@@ -160,7 +160,10 @@ fn random_answers_over_a_real_vocabulary_fit_the_schema() {
     }
     assert!(grammar.ended());
     println!("the slowest mask took {took:?}");
-    walks(&factory, &factory.json_schema(&person()).unwrap(), 60, 2, check_person);
+    let begun = Instant::now();
+    let schema = factory.json_schema(&person()).unwrap();
+    println!("a schema is compiled in {:?}", begun.elapsed());
+    walks(&factory, &schema, 60, 2, check_person);
     walks(&factory, &object, 40, 3, |text| {
         let value: Value = serde_json::from_str(text).unwrap_or_else(|e| panic!("{text:?}: {e}"));
         assert!(value.is_object());
@@ -226,6 +229,24 @@ fn a_complete_answer_allows_the_end_alone() {
     assert!(grammar.boxed_clone().follow(a[0]).is_err());
     grammar.follow(ends[1]).unwrap();
     assert!(grammar.ended());
+}
+
+#[test]
+fn only_so_many_grammars_wait() {
+    let factory = small();
+    let one = factory.0.compiling.lock().unwrap();
+    std::thread::scope(|scope| {
+        let waiting: Vec<_> = (0..MOST_WAITING).map(|_| scope.spawn(|| factory.choice(&["a"]))).collect();
+        while factory.0.waiting.load(Ordering::Acquire) < MOST_WAITING {
+            std::thread::yield_now();
+        }
+        let refused = factory.choice(&["a"]).unwrap_err();
+        assert_eq!(refused, GrammarError::Busy { waiting: MOST_WAITING });
+        drop(one);
+        assert!(waiting.into_iter().all(|w| w.join().unwrap().is_ok()));
+    });
+    assert_eq!(factory.0.waiting.load(Ordering::Acquire), 0);
+    assert!(factory.choice(&["a"]).is_ok());
 }
 
 #[test]

@@ -142,3 +142,66 @@ fn fields_that_make_no_sense_are_named() {
     let factory = GrammarFactory::new(model.clone(), model.tokenizer().vocab_size());
     assert!(set.constraint(&factory).unwrap_err().to_string().contains("`#/not` is not supported"));
 }
+
+/// A random answer that follows the constraint, as the reader of control tokens sees it.
+fn random_answer(set: &ToolSet, constraint: &Constraint, text: &TextModel, seed: &mut u64) -> Option<String> {
+    let mut grammar = constraint.clone().0;
+    let (mut bytes, mut allowed) = (vec![], TokenSet::new(text.tokenizer().vocab_size()));
+    for _ in 0..300 {
+        allowed.clear();
+        grammar.allow(&mut allowed).unwrap();
+        let may: Vec<u32> = (0..text.tokenizer().vocab_size() as u32).filter(|&t| allowed.contains(t)).collect();
+        *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let end = may.iter().copied().find(|t| text.stop_ids().contains(t));
+        let token = end.unwrap_or_else(|| may[(*seed >> 33) as usize % may.len()]);
+        grammar.follow(token).unwrap();
+        if end.is_some() {
+            return Some(String::from_utf8(bytes).unwrap());
+        }
+        match set.text_of(token) {
+            Some(mark) => bytes.extend(mark.bytes()),
+            None => bytes.extend(text.shown_bytes(token)),
+        }
+    }
+    None
+}
+
+#[test]
+fn random_answers_that_must_call_are_read_as_calls_of_the_schema() {
+    let models = [
+        ("qwen2.5", None),
+        ("qwen3", Some("<tool_call>")),
+        ("llama-3.1", None),
+        ("mistral-v0.3", Some("[TOOL_CALLS]")),
+    ];
+    let mut seed = 1;
+    for (template, renamed) in models {
+        let model = model(template, renamed);
+        let set = read(&model, json!("required"), true);
+        let factory = GrammarFactory::new(model.clone(), model.tokenizer().vocab_size());
+        let constraint = set.constraint(&factory).unwrap().unwrap();
+        let mut complete = 0;
+        for _ in 0..100 {
+            let Some(answer) = random_answer(&set, &constraint, &model, &mut seed) else { continue };
+            complete += 1;
+            let mut parser = set.parser();
+            let mut parts = parser.push(&answer);
+            parts.extend(parser.finish());
+            assert!(!parts.is_empty(), "{answer:?}");
+            for part in parts {
+                let Part::Call { name, arguments, .. } = part else { panic!("{part:?} in {answer:?}") };
+                let arguments: Value = serde_json::from_str(&arguments).unwrap();
+                let object = arguments.as_object().unwrap();
+                match name.as_str() {
+                    "get.time" => assert!(object.is_empty(), "{answer:?}"),
+                    _ => {
+                        assert!(object["a"].is_i64() || object["a"].is_number(), "{answer:?}");
+                        assert!(object.get("b").is_none_or(|b| b == "x" || b == "y"), "{answer:?}");
+                        assert!(object.keys().all(|k| k == "a" || k == "b"), "{answer:?}");
+                    }
+                }
+            }
+        }
+        assert!(complete > 50, "{template}: {complete}");
+    }
+}

@@ -133,8 +133,12 @@ fn choice(fields: Fields<'_>, name: &str, grammars: &GrammarFactory) -> Result<M
     Ok(grammars.choice(&texts))
 }
 
-/// A grammar that cannot be followed.
+/// A grammar that cannot be followed, or not now.
 fn refuse(error: GrammarError, path: &str) -> ApiError {
+    if let GrammarError::Busy { .. } = error {
+        let busy = ApiError::new(429, "rate_limit_error", error.to_string());
+        return ApiError { retry_after: Some(1), ..busy };
+    }
     ApiError::invalid(error.to_string()).at(path)
 }
 
