@@ -14,6 +14,7 @@ use std::sync::{
     Arc, Mutex, OnceLock, PoisonError,
     atomic::{AtomicUsize, Ordering},
 };
+use std::time::{Duration, Instant};
 
 use llguidance::{
     Matcher, ParserFactory,
@@ -74,6 +75,9 @@ pub const MOST_WAITING: usize = 32;
 
 /// Tokens that are tried on a new grammar.
 const TRIED: usize = 8;
+
+/// A token of everybody waits while a mask is computed; usually that is a quarter of a millisecond.
+const SLOW: Duration = Duration::from_millis(20);
 
 /// Most bytes of what is said about a grammar that cannot be used.
 const MOST_REASON: usize = 400;
@@ -274,8 +278,13 @@ impl Walk {
     fn try_out(mut self, vocab: usize) -> Result<(), String> {
         let mut allowed = TokenSet::new(vocab);
         for _ in 0..TRIED {
-            allowed.clear();
-            self.allow(&mut allowed)?;
+            let took = self.time(&mut allowed)?;
+            if took > SLOW {
+                let (took, most) = (took.as_millis(), SLOW.as_millis());
+                return Err(format!(
+                    "it takes {took} ms to tell which token may come next, at most {most} are accepted"
+                ));
+            }
             let first = allowed.words().iter().enumerate().find(|(_, word)| **word != 0);
             match first {
                 Some((i, word)) if !self.ended() => self.follow(i as u32 * 32 + word.trailing_zeros())?,
@@ -283,6 +292,22 @@ impl Walk {
             }
         }
         Ok(())
+    }
+
+    /// How long a mask takes: where that is long, the best of three, because the machine may be busy.
+    fn time(&self, allowed: &mut TokenSet) -> Result<Duration, String> {
+        let mut best = Duration::MAX;
+        for _ in 0..3 {
+            let mut copy = self.clone();
+            allowed.clear();
+            let begun = Instant::now();
+            copy.allow(allowed)?;
+            best = best.min(begun.elapsed());
+            if best <= SLOW {
+                break;
+            }
+        }
+        Ok(best)
     }
 }
 

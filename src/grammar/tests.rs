@@ -415,3 +415,17 @@ fn hostile_grammars_cost_little() {
         assert!(longest < Duration::from_secs(2), "{name}: {longest:?}");
     }
 }
+#[test]
+fn grammars_whose_masks_take_too_long_are_refused() {
+    let factory = small();
+    let optional = |n: usize| factory.lark(&format!("start: {}", "\"a\"? ".repeat(n)));
+    assert!(optional(200).is_ok());
+    let refused = optional(3250).unwrap_err().to_string();
+    assert!(refused.contains("ms to tell which token may come next"), "{refused}");
+    let many: serde_json::Map<String, Value> =
+        (0..400).map(|i| (format!("p{i}"), json!({"type": "integer"}))).collect();
+    let begun = Instant::now();
+    let most = factory.json_schema(&json!({"type": "object", "properties": many, "additionalProperties": false}));
+    println!("400 properties: {:?}", begun.elapsed());
+    assert!(most.is_ok(), "{most:?}");
+}
