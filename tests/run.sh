@@ -2,6 +2,7 @@
 # Runs every test of the workspace and counts those that were skipped and why.
 # Real checkpoints: QUERN_SMOLLM2_GGUF=FILE (models/fetch.sh gets it), QUERN_SHARED=FOLDER.
 # Real vocabularies: QUERN_TOKENIZER_CASES=FOLDER (tests/tokenizers/cases.sh makes it).
+# The official OpenAI client: QUERN_OPENAI_PYTHON=PROGRAM (tests/serve/openai.sh makes it).
 # Kernels for 64-bit Arm, emulated (tests/aarch64.sh), with QUERN_AARCH64=1: minutes the first time.
 set -eu
 cd "$(dirname "$0")/.."

@@ -1,6 +1,8 @@
 //! Endpoints on a real engine: the same answer alone and under load, streamed and whole.
 
 use std::{
+    env,
+    process::{Command, Stdio},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -17,7 +19,8 @@ use quern::{
 };
 use serde_json::{Value, json};
 
-use crate::support::{Scratch, fixture, model::kept};
+use super::front;
+use crate::support::{Scratch, fixture, model::kept, skip};
 
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";
@@ -245,5 +248,25 @@ fn a_conversation_is_cut_where_the_context_ends() {
             (&got["choices"][0]["finish_reason"], &got["usage"]["total_tokens"]),
             (&json!("length"), &json!(512))
         );
+    });
+}
+
+#[test]
+fn the_official_client_works() {
+    const CHECKS: [&str; 4] = ["models", "chat", "completions", "errors"];
+    let Ok(python) = env::var("QUERN_OPENAI_PYTHON") else {
+        return skip("the_official_client_works", "needs QUERN_OPENAI_PYTHON=python that has the openai package");
+    };
+    Server::run(async |server| {
+        let address = front::serve(server.state.clone()).await;
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/serve/openai_client.py");
+        let mut command = Command::new(python);
+        command.args([script, &format!("http://{address}")]).args(CHECKS);
+        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let out = tokio::task::spawn_blocking(move || child.wait_with_output().unwrap()).await.unwrap();
+        let text = String::from_utf8_lossy(&out.stdout);
+        assert!(out.status.success(), "{text}\n{}", String::from_utf8_lossy(&out.stderr));
+        assert_eq!(text.lines().filter(|line| line.starts_with("ok ")).count(), CHECKS.len(), "{text}");
+        server.idle().await;
     });
 }

@@ -1,3 +1,4 @@
 //! The server: what its endpoints answer.
 
 mod api;
+mod front;
