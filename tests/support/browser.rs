@@ -35,19 +35,21 @@ impl Browser {
         let scratch = Scratch::new("chromium");
         let (to, from) = (scratch.path().join("to"), scratch.path().join("from"));
         assert!(Command::new("mkfifo").args([&to, &from]).status().unwrap().success());
+        // Opened both ways, a named pipe waits for nobody.
+        let open = |path| OpenOptions::new().read(true).write(true).open(path).unwrap();
+        let (commands, reader) = (open(&to), BufReader::new(open(&from)));
         // The shell gives it the pipes as file descriptors 3 and 4, where it looks for them.
         let script = "exec \"$1\" --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run \
                       --disable-background-networking --remote-debugging-pipe --user-data-dir=\"$4\" 3<\"$2\" 4>\"$3\"";
         let process = Command::new("sh")
             .args(["-c", script, "sh"])
             .args([&program, &to, &from, &scratch.path().join("profile")])
+            .env("TMPDIR", scratch.path())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        let commands = OpenOptions::new().write(true).open(&to).unwrap();
-        let reader = BufReader::new(File::open(&from).unwrap());
         let (sender, answers) = channel();
         std::thread::spawn(move || {
             for message in reader.split(0).map_while(Result::ok) {
