@@ -6,6 +6,7 @@ pub mod eval;
 pub mod export;
 pub mod info;
 pub mod run;
+pub mod serve;
 
 use std::{error::Error, path::Path};
 
@@ -36,6 +37,8 @@ enum Command {
     Export(export::ExportArgs),
     /// Answer a prompt, chat, or answer a file of prompts
     Run(run::RunArgs),
+    /// Serve a model over HTTP, with OpenAI's interface
+    Serve(serve::ServeArgs),
     /// Measure speed: prompts, generation, depth, batches
     Bench(bench::BenchArgs),
     /// Measure quality: perplexity of a text, distance from another model; write logits
@@ -98,6 +101,7 @@ pub fn main(cli: Cli) -> Result<(), Box<dyn Error>> {
         Command::Convert(args) => convert::main(args),
         Command::Export(args) => export::main(args),
         Command::Run(args) => run::main(args).map_err(Into::into),
+        Command::Serve(args) => serve::main(args),
         Command::Bench(args) => bench::main(args),
         Command::Eval(args) => eval::main(args),
         Command::Info(args) => info::main(args),

@@ -4,8 +4,13 @@
 //! was measured `metrics`'. Nothing here waits for the engine or makes it wait.
 
 pub mod api;
+pub mod gate;
+pub mod http;
+pub mod listen;
+pub mod log;
 pub mod metrics;
 pub mod page;
+pub mod peer;
 
 use std::{
     sync::Arc,

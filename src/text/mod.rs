@@ -10,6 +10,7 @@ pub mod tokenizer;
 
 pub use model::{Ending, PromptError, TextModel};
 pub use stream::{StopStrings, TextStream, Utf8Stream};
+pub(crate) use template::Date;
 pub use template::{ChatTemplate, Message, TemplateError};
 pub use tokenizer::{Tokenizer, TokenizerError};
 

@@ -1,0 +1,257 @@
+//! `quern serve`: a model behind an HTTP endpoint.
+
+use std::{
+    error::Error,
+    net::IpAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use clap::{Args, ValueEnum};
+use quern_models::ModelFile;
+
+use super::{Activations, Kv, Usage, positive, run::RunError, threads};
+use crate::{
+    engine::{Engine, EngineOptions, worker::Worker},
+    server::{
+        ModelInfo, State, api,
+        gate::Gate,
+        listen::{HttpOptions, Listener, Running, most_files},
+        log::{Log, Style},
+    },
+    text::TextModel,
+};
+
+/// Flags of `quern serve`.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Without --api-key everybody who can connect may ask; there is no TLS: for other machines put a proxy \
+    in front. SIGTERM and Ctrl-C let requests in progress finish (--drain-seconds); a second one ends at once."
+)]
+pub struct ServeArgs {
+    /// A .qrn file
+    pub file: PathBuf,
+
+    /// Address to listen on
+    #[arg(long, value_name = "HOST", default_value = "127.0.0.1", help_heading = "Network")]
+    pub host: String,
+    /// Port to listen on; 0: any free one
+    #[arg(long, value_name = "PORT", default_value_t = 8080, help_heading = "Network")]
+    pub port: u16,
+    /// Listen on a unix socket instead
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["host", "port"], help_heading = "Network")]
+    pub unix_socket: Option<PathBuf>,
+    /// Key that requests must show (Authorization: Bearer KEY); repeatable; others can see it in the process list
+    #[arg(long, value_name = "KEY", help_heading = "Network")]
+    pub api_key: Vec<String>,
+    /// File with such keys, one per line
+    #[arg(long, value_name = "FILE", help_heading = "Network")]
+    pub api_key_file: Option<PathBuf>,
+    /// Origin of web pages that may ask, e.g. https://chat.example.org, or *; repeatable
+    #[arg(long, value_name = "ORIGIN", help_heading = "Network")]
+    pub cors: Vec<String>,
+    /// Most connections open at once [default: 1024, less where fewer files may be open]
+    #[arg(long, value_name = "N", value_parser = positive, help_heading = "Network")]
+    pub max_connections: Option<usize>,
+    /// Most bytes of a request's body
+    #[arg(long, value_name = "BYTES", default_value_t = 16 << 20, help_heading = "Network")]
+    pub max_body: u64,
+    /// How long a client may take to send a request's head, to go on with its body, or to take some of the answer
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds, help_heading = "Network")]
+    pub client_timeout: Duration,
+    /// How long a connection may wait for the next request
+    #[arg(long, value_name = "SECONDS", default_value = "75", value_parser = seconds, help_heading = "Network")]
+    pub keep_alive: Duration,
+
+    /// What the model is called [default: the file's name without .qrn]
+    #[arg(long, value_name = "NAME", help_heading = "Requests")]
+    pub model_name: Option<String>,
+    /// Another name that requests may use; repeatable
+    #[arg(long, value_name = "NAME", help_heading = "Requests")]
+    pub alias: Vec<String>,
+    /// Continue texts only, without the chat template
+    #[arg(long, help_heading = "Requests")]
+    pub raw: bool,
+    /// Requests that may wait for the engine; more are told to come back later (status 429)
+    #[arg(long, value_name = "N", default_value_t = 512, help_heading = "Requests")]
+    pub max_queue: usize,
+    /// Longest time of a request, from its arrival to its last token; 0: any
+    #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds_or_none, help_heading = "Requests")]
+    pub timeout: Duration,
+    /// How long requests in progress may go on after SIGTERM
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds_or_none, help_heading = "Requests")]
+    pub drain_seconds: Duration,
+    /// How the lines on stderr look: one per request
+    #[arg(long, value_enum, default_value = "text", help_heading = "Requests")]
+    pub log: LogStyle,
+
+    /// Tokens the context of one request holds, prompt and answer [default: the model's, at most 4096]
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, help_heading = "Engine")]
+    pub ctx: usize,
+    /// Requests computed at once
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = super::batch, help_heading = "Engine")]
+    pub sequences: usize,
+    /// Most tokens of a step, prompts and answers together
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = positive, help_heading = "Engine")]
+    pub batch_tokens: usize,
+    /// Threads [default: one per fast physical core that this process may use]
+    #[arg(short, long, value_name = "N", value_parser = threads, help_heading = "Engine")]
+    pub threads: Option<usize>,
+    /// Activations of integer weights
+    #[arg(long, value_enum, default_value = "int8", help_heading = "Engine")]
+    pub activations: Activations,
+    /// Keys and values
+    #[arg(long, value_enum, default_value = "f16", help_heading = "Engine")]
+    pub kv: Kv,
+}
+
+/// How lines look.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum LogStyle {
+    /// For people
+    Text,
+    /// A JSON object per line
+    Json,
+}
+
+/// Runs the command.
+pub fn main(args: ServeArgs) -> Result<(), Box<dyn Error>> {
+    let options = http_options(&args)?;
+    let file = open(&args.file)?;
+    let listener = match &args.unix_socket {
+        Some(path) => Listener::unix(path)?,
+        None => Listener::tcp(&args.host, args.port)?,
+    };
+    let style = match args.log {
+        LogStyle::Text => Style::Text,
+        LogStyle::Json => Style::Json,
+    };
+    let open_to_all = options.gate.keys.is_empty() && reachable(&listener);
+    let address = listener.describe();
+    let server = Running::start(listener, options, Log::start(style)?)?;
+    server.log(&format!("loading {}, {}", args.file.display(), address));
+    if open_to_all {
+        server.log("other machines may connect and no key is needed; see --api-key");
+    }
+    let (worker, state) = match load(&args, file) {
+        Ok(loaded) => loaded,
+        Err(error) => {
+            server.abandon();
+            return Err(error);
+        }
+    };
+    let device = state.model.device.clone();
+    server.ready(state);
+    server.log(&format!("listening on {address} ({device})"));
+    let result = server.wait();
+    worker.stop();
+    result.map_err(|e| format!("the server ended: {e}").into())
+}
+
+fn open(path: &Path) -> Result<ModelFile, Box<dyn Error>> {
+    let file = super::open(path)?;
+    if file.tokenizer_json().is_none() {
+        return Err(RunError::NoTokenizer { path: path.to_path_buf() }.into());
+    }
+    Ok(file)
+}
+
+/// Makes the engine; takes its time for a large model.
+fn load(args: &ServeArgs, file: ModelFile) -> Result<(Worker, State), Box<dyn Error>> {
+    let json = file.tokenizer_json().unwrap_or_default();
+    let generation = file.generation();
+    let (bos, eos) = (generation.bos_text.as_deref(), generation.eos_text.as_deref());
+    let mut text = TextModel::new(json, file.chat_template(), bos, eos, &generation.eos)?;
+    if args.raw {
+        text = text.raw();
+    }
+    let defaults = api::defaults(generation);
+    defaults
+        .validate()
+        .map_err(|e| format!("{}: the file's sampling defaults cannot be used: {e}", args.file.display()))?;
+    let engine = Engine::new(Arc::new(file), engine_options(args)).map_err(RunError::Open)?;
+    let model = ModelInfo {
+        name: args.model_name.clone().unwrap_or_else(|| name_of(&args.file)),
+        aliases: args.alias.clone(),
+        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        device: engine.describe(),
+        defaults,
+    };
+    let worker = Worker::start(Box::new(engine), args.max_queue)?;
+    let mut state = State::new(worker.handle(), Arc::new(text), model);
+    state.timeout = (!args.timeout.is_zero()).then_some(args.timeout);
+    Ok((worker, state))
+}
+
+/// The one place where flags become the engine's options.
+fn engine_options(args: &ServeArgs) -> EngineOptions {
+    EngineOptions {
+        threads: args.threads.unwrap_or(0),
+        context: args.ctx,
+        sequences: args.sequences,
+        batch_tokens: args.batch_tokens,
+        activations: args.activations.into(),
+        kv: args.kv.into(),
+    }
+}
+
+fn http_options(args: &ServeArgs) -> Result<HttpOptions, Box<dyn Error>> {
+    /// Connections where nothing is said.
+    const CONNECTIONS: usize = 1024;
+    /// Descriptors for everything else.
+    const SPARE: usize = 32;
+    let fitting = most_files().map_or(CONNECTIONS, |files| files.saturating_sub(SPARE).clamp(1, CONNECTIONS));
+    let mut keys = args.api_key.clone();
+    if let Some(path) = &args.api_key_file {
+        let text = String::from_utf8(super::read_whole(path)?)
+            .map_err(|_| format!("{}: expected text, one key per line", path.display()))?;
+        let before = keys.len();
+        keys.extend(text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_string));
+        if keys.len() == before {
+            return Err(format!("{}: expected a key per line, the file has none", path.display()).into());
+        }
+    }
+    if keys.iter().any(|key| key.is_empty() || !key.bytes().all(|b| b.is_ascii_graphic())) {
+        return Err(Usage("--api-key: a key is made of visible ASCII characters without spaces".into()).into());
+    }
+    if let Some(origin) = args.cors.iter().find(|o| *o != "*" && (!o.contains("://") || o.ends_with('/'))) {
+        let text = format!("--cors {origin}: expected an origin such as https://chat.example.org (no path), or *");
+        return Err(Usage(text).into());
+    }
+    Ok(HttpOptions {
+        gate: Gate { keys, origins: args.cors.clone() },
+        max_body: args.max_body,
+        max_connections: args.max_connections.unwrap_or(fitting),
+        client_timeout: args.client_timeout,
+        keep_alive: args.keep_alive,
+        drain: args.drain_seconds,
+    })
+}
+
+fn reachable(listener: &Listener) -> bool {
+    let Listener::Tcp(tcp) = listener else { return false };
+    tcp.local_addr().is_ok_and(|address| match address.ip() {
+        IpAddr::V4(ip) => !ip.is_loopback(),
+        IpAddr::V6(ip) => !ip.is_loopback(),
+    })
+}
+
+fn name_of(path: &Path) -> String {
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    name.strip_suffix(".qrn").unwrap_or(&name).to_string()
+}
+
+/// A time in seconds; also parts of one.
+fn seconds(text: &str) -> Result<Duration, String> {
+    seconds_or_none(text).and_then(|time| match time.is_zero() {
+        true => Err("expected more than 0 seconds".into()),
+        false => Ok(time),
+    })
+}
+
+fn seconds_or_none(text: &str) -> Result<Duration, String> {
+    const MOST: f64 = 1e7;
+    let seconds = text.parse().ok().filter(|s| (0.0..=MOST).contains(s));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| format!("expected a number of seconds from 0 to {MOST}"))
+}
