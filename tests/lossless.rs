@@ -3,17 +3,11 @@
 //! Tokens, and every bit of their probabilities, must not depend on the other requests, on how
 //! prompts are cut into chunks, on preemption, on when a request comes or on the number of threads.
 
-use std::{
-    collections::HashMap,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::{collections::HashMap, sync::Arc};
 
 use quern::engine::{Engine, EngineOptions, Finish, Generator, Request};
 use quern_kernels::{
-    exec::{ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Plan, Ticket},
+    exec::{CpuExecutor, CpuOptions},
     sample::SamplingParams,
 };
 use quern_models::ModelFile;
@@ -40,7 +34,7 @@ fn real_layers_with_int8_keys_and_values() {
 
 #[test]
 fn real_layers_in_exact_mode() {
-    lossless("models/smollm2-gptq-2layer", Run::Exact, 8);
+    lossless("models/smollm2-gptq-2layer", Run::Exact, 12);
 }
 
 #[test]
@@ -96,6 +90,10 @@ fn lossless(name: &str, run: Run, count: usize) {
         same(&format!("{threads} threads"), answer(&mut open(options), &requests));
     }
     same("preempted", preempted(&file, run, &requests));
+    let [first, second, third] = cached(&file, options, &requests);
+    same("with beginnings that others computed", first);
+    same("with all beginnings cached", second);
+    same("with beginnings from a file", third);
     same(
         "one after another, some given up",
         staggered(&mut open(EngineOptions { sequences: 4, ..options }), &requests),
@@ -122,7 +120,8 @@ fn requests(vocab: usize, count: usize) -> Vec<Request> {
         };
         // Some prompts are the same: what differs is the noise.
         let prompt = (0..lengths[i % lengths.len()]).map(|_| random.below(vocab) as u32).collect();
-        let max_tokens = 10 + i % 17;
+        // Short prompts with long answers outgrow a small cache.
+        let max_tokens = 10 + i % 17 + if i % 3 == 0 { 40 } else { 0 };
         Request { prompt, max_tokens, sampling, ignore_eos: true, logprobs: Some(2), ..Request::default() }
     };
     let mut requests: Vec<Request> = (0..count).map(request).collect();
@@ -134,42 +133,49 @@ fn requests(vocab: usize, count: usize) -> Vec<Request> {
 fn preempted(file: &Arc<ModelFile>, run: Run, requests: &[Request]) -> Vec<Got> {
     let longest = requests.iter().map(|r| r.prompt.len() + r.max_tokens).max().unwrap();
     let options = CpuOptions { threads: 2, blocks: longest.div_ceil(16) + 2, mode: run.mode(), kv: run.kv() };
-    let starts = Arc::new(AtomicUsize::new(0));
-    let executor = Counting { inner: CpuExecutor::new(file.clone(), options).unwrap(), starts: starts.clone() };
-    let mut engine = Engine::with_executor(file.clone(), Box::new(executor), CONTEXT, 64, 6);
+    let executor = Box::new(CpuExecutor::new(file.clone(), options).unwrap());
+    let options = EngineOptions { context: CONTEXT, batch_tokens: 64, sequences: 6, ..run.engine() };
+    let mut engine = Engine::with_executor(file.clone(), executor, options);
     let answers = answer(&mut engine, requests);
-    let starts = starts.load(Ordering::Relaxed);
-    assert!(starts > requests.len(), "{starts} starts of {} requests: nothing was preempted", requests.len());
+    let stats = engine.stats();
+    assert!(stats.preemptions > 0, "nothing was preempted: {stats:?}");
+    assert_eq!(stats.blocks_held, 0, "{stats:?}");
     answers
 }
 
-/// Counts how often a sequence starts from its first token.
-struct Counting {
-    inner: CpuExecutor,
-    starts: Arc<AtomicUsize>,
-}
-
-impl Executor for Counting {
-    fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
-        self.starts.fetch_add(plan.chunks.iter().filter(|c| c.start == 0).count(), Ordering::Relaxed);
-        self.inner.submit(plan)
-    }
-
-    fn collect(&mut self, ticket: Ticket) -> Result<Vec<ChunkOutput>, ExecError> {
-        self.inner.collect(ticket)
-    }
-
-    fn blocks(&self) -> usize {
-        self.inner.blocks()
-    }
-
-    fn copy_block(&mut self, from: u32, to: u32) {
-        self.inner.copy_block(from, to)
-    }
-
-    fn describe(&self) -> String {
-        self.inner.describe()
-    }
+/// Beginnings that were computed before, by the same requests and by others; then an engine that finds them in a file.
+fn cached(file: &Arc<ModelFile>, options: EngineOptions, requests: &[Request]) -> [Vec<Got>; 3] {
+    let scratch = Scratch::new("kept");
+    let options = EngineOptions { sequences: 3, cache_tokens: 4096, ..options };
+    let mut engine = Engine::new(file.clone(), options).unwrap();
+    engine.keep_in(scratch.path().into());
+    // Beginnings of the prompts with other ends, and of lengths that end inside of blocks.
+    let other = |(i, r): (usize, &Request)| {
+        let mut prompt = r.prompt[..r.prompt.len() - r.prompt.len() / (2 + i % 3)].to_vec();
+        prompt.push(1);
+        Request { prompt, max_tokens: 3, ..r.clone() }
+    };
+    let others: Vec<Request> = requests.iter().enumerate().map(other).collect();
+    answer(&mut engine, &others);
+    let before = engine.stats();
+    let first = answer(&mut engine, requests);
+    let between = engine.stats();
+    assert!(between.prefix_hits > before.prefix_hits, "{between:?}");
+    let second = answer(&mut engine, requests);
+    let after = engine.stats();
+    let prompts: usize = requests.iter().map(|r| r.prompt.len()).sum();
+    let found = (after.prefix_hits - between.prefix_hits) as usize;
+    assert_eq!(found, prompts - requests.len(), "everything but the last token of each prompt was there");
+    let note = engine.close().unwrap().unwrap();
+    assert!(note.contains("kept"), "{note}");
+    let mut engine = Engine::new(file.clone(), options).unwrap();
+    let note = engine.keep_in(scratch.path().into());
+    assert!(note.ends_with("tokens of computed beginnings"), "{note}");
+    let third = answer(&mut engine, requests);
+    let hits = engine.stats().prefix_hits as usize;
+    // Whole blocks are kept; what was in the last one of a prompt is found where an answer filled it.
+    assert!(hits > prompts - 16 * requests.len(), "{hits} of {prompts}");
+    [first, second, third]
 }
 
 /// A request comes every other step; beside each one comes another that is given up after a while.

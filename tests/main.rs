@@ -12,6 +12,7 @@ mod page;
 mod parity;
 mod real;
 mod serve;
+mod serving;
 mod sources;
 mod support;
 mod supported;

@@ -57,9 +57,14 @@ fn main() {
                 (0..rows).map(|r| (r * each..(r + 1) * each).map(|b| b as u32).collect()).collect();
             let output = || match params {
                 None => Output::None,
-                Some(params) => {
-                    Output::Tokens { from: 0, params, history: &history, prompt_len: DEPTH / 2, logprobs: None }
-                }
+                Some(params) => Output::Tokens {
+                    from: 0,
+                    params,
+                    history: &history,
+                    prompt_len: DEPTH / 2,
+                    logprobs: None,
+                    allowed: None,
+                },
             };
             let chunk = |blocks| Chunk { tokens: &history[DEPTH..], start: DEPTH, blocks, output: output() };
             let plan = Plan { chunks: blocks.iter().map(|b| chunk(&b[..])).collect() };

@@ -57,6 +57,19 @@ pub fn sample(
     position: u64,
     logprobs: Option<usize>,
 ) -> Result<Sampled, SampleError> {
+    sample_allowed(logits, params, history, position, logprobs, None)
+}
+
+/// As [`sample`], of the tokens in a set only: bit `t % 32` of word `t / 32` allows token `t`. Logprobs are still those
+/// of the model's own distribution.
+pub fn sample_allowed(
+    logits: &mut [f32],
+    params: &SamplingParams,
+    history: History<'_>,
+    position: u64,
+    logprobs: Option<usize>,
+    allowed: Option<&[u32]>,
+) -> Result<Sampled, SampleError> {
     if let Some(token) = logits.iter().position(|&x| x == f32::INFINITY) {
         return Err(SampleError::Infinite { token: token as u32 });
     }
@@ -67,8 +80,21 @@ pub fn sample(
     };
     // The model's own logits are needed again for the choice, after they were overwritten.
     let original = report.map(|_| logits.to_vec());
+    if let Some(allowed) = allowed {
+        for (token, logit) in logits.iter_mut().enumerate() {
+            if allowed.get(token / 32).is_none_or(|word| word >> (token % 32) & 1 == 0) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+    }
     let token = choose(logits, params, history, position)?;
     Ok(Sampled { token, logprob: original.map(|l| l[token as usize] - normalizer), top })
+}
+
+/// The logprob of a token under the model's own distribution, and the `n` likeliest tokens with theirs.
+pub fn logprobs(logits: &[f32], token: u32, n: usize) -> (f32, Vec<(u32, f32)>) {
+    let sum = log_sum_exp(logits);
+    (logits[token as usize] - sum, likeliest(logits, n).into_iter().map(|c| (c.token, c.logit - sum)).collect())
 }
 
 /// The likeliest token: the first of the largest logits, or `None` where every logit is NaN or -inf.

@@ -6,7 +6,7 @@ use std::{path::PathBuf, sync::Arc};
 
 use quern_kernels::{
     cpu::{acts::Mode, kv::KvType},
-    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Output, Plan},
+    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, NO_BLOCK, Output, Plan},
     reference,
     sample::{History, SampleError, SamplingParams, sample},
 };
@@ -328,7 +328,8 @@ fn sampled_tokens_follow_the_logits_and_the_seed() {
     let tokens = tokens(20);
     let logits = run(&mut executor, &tokens, &[20], 0);
     let mut ask = |params: &SamplingParams| {
-        let output = Output::Tokens { from: 15, params, history: &tokens, prompt_len: 20, logprobs: Some(2) };
+        let output =
+            Output::Tokens { from: 15, params, history: &tokens, prompt_len: 20, logprobs: Some(2), allowed: None };
         let plan = Plan { chunks: vec![Chunk { tokens: &tokens, start: 0, blocks: &[7, 9], output }] };
         let ticket = executor.submit(&plan).unwrap();
         match executor.collect(ticket).unwrap().remove(0) {
@@ -387,7 +388,7 @@ fn tokens_are_those_of_the_plain_sampler() {
             .enumerate()
             .map(|(i, (params, logprobs))| {
                 let (history, prompt_len, logprobs) = (&tokens[..], 4, *logprobs);
-                chunk(i, Output::Tokens { from: 12, params, history, prompt_len, logprobs })
+                chunk(i, Output::Tokens { from: 12, params, history, prompt_len, logprobs, allowed: None })
             })
             .collect();
         chunks.insert(3, chunk(8, Output::Logits { from: 18 }));
@@ -418,7 +419,7 @@ fn rows_without_a_number_are_errors_of_their_chunk() {
         tokens: &[1, 2],
         start: 0,
         blocks,
-        output: Output::Tokens { from: 1, params, history: &[1, 2], prompt_len: 2, logprobs: None },
+        output: Output::Tokens { from: 1, params, history: &[1, 2], prompt_len: 2, logprobs: None, allowed: None },
     };
     let plan = Plan { chunks: vec![chunk(&[0], &greedy), chunk(&[1], &warm), chunk(&[2], &greedy)] };
     let ticket = executor.submit(&plan).unwrap();
@@ -449,7 +450,14 @@ fn a_decoding_step_has_five_regions_a_layer() {
     assert_eq!(executor.regions() - before, 2 * 5 + 1);
     for params in [SamplingParams::greedy(), SamplingParams { top_p: 0.9, ..SamplingParams::default() }] {
         let before = executor.regions();
-        let output = Output::Tokens { from: 0, params: &params, history: &[1; 21], prompt_len: 20, logprobs: None };
+        let output = Output::Tokens {
+            from: 0,
+            params: &params,
+            history: &[1; 21],
+            prompt_len: 20,
+            logprobs: None,
+            allowed: None,
+        };
         let chunk = Chunk { tokens: &[1], start: 20, blocks: &[3, 8], output };
         executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
         assert_eq!(executor.regions() - before, 2 * 5 + 1, "{params:?}");
@@ -474,4 +482,113 @@ fn a_wrong_plan_is_refused() {
     let chunk = |blocks| Chunk { tokens: &[1], start: 0, blocks, output: Output::None };
     let plan = Plan { chunks: vec![chunk(&[2, 5]), chunk(&[2, 6])] };
     assert!(matches!(executor.submit(&plan), Err(ExecError::Plan { chunk: 1, .. })));
+}
+
+/// Only allowed tokens are chosen, each row by its own set; a row that allows nothing is an error.
+#[test]
+fn masks_allow_what_they_say() {
+    let file = model("masks", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    let tokens = tokens(12);
+    let mut executor = executor(&file, Mode::Int8, KvType::F16, 2);
+    let logits = run(&mut executor, &tokens, &[12], 0);
+    let words = 290usize.div_ceil(32);
+    let mut allowed = vec![0u32; 2 * words];
+    for token in [3u32, 100, 288] {
+        allowed[token as usize / 32] |= 1 << (token % 32);
+    }
+    allowed[words + 289 / 32] |= 1 << (289 % 32);
+    for params in [SamplingParams::greedy(), SamplingParams { seed: 4, top_p: 0.9, ..SamplingParams::default() }] {
+        let mut ask = |allowed: &[u32]| {
+            let (history, allowed) = (&tokens[..], Some(allowed));
+            let output =
+                Output::Tokens { from: 10, params: &params, history, prompt_len: 12, logprobs: Some(1), allowed };
+            let chunk = Chunk { tokens: &tokens, start: 0, blocks: &[1], output };
+            let ticket = executor.submit(&Plan { chunks: vec![chunk] }).map_err(|e| e.to_string())?;
+            match executor.collect(ticket).unwrap().remove(0) {
+                ChunkOutput::Tokens(t) => Ok::<_, String>(t),
+                other => panic!("{other:?}"),
+            }
+        };
+        let got = ask(&allowed).unwrap().unwrap();
+        assert!([3, 100, 288].contains(&got[0].token) && got[1].token == 289);
+        let row = &logits[10 * 290..11 * 290];
+        if params.is_greedy() {
+            assert!([3usize, 100, 288].iter().all(|&t| row[t] <= row[got[0].token as usize]));
+        }
+        // Probabilities are the model's own.
+        let best = (0..290).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap();
+        assert_eq!(got[0].top[0].0 as usize, best);
+        assert!(matches!(ask(&vec![0; 2 * words]).unwrap(), Err(SampleError::NothingToChoose { vocab: 290, nans: 0 })));
+        assert!(ask(&allowed[..words]).unwrap_err().contains("words of allowed tokens: expected 20, got 10"));
+    }
+}
+
+/// Hidden states times the head are the logits.
+#[test]
+fn hidden_states_are_what_the_head_reads() {
+    for (name, spec) in [("hidden", plain(true)), ("hidden-all", everything())] {
+        let float = Scheme::Float(FloatType::F32);
+        let file = made(name, float, float, spec);
+        let (hidden, vocab) = (file.spec().hidden, file.spec().vocab);
+        let tokens = tokens(20);
+        let logits = run(&mut executor(&file, Mode::F32, KvType::F32, 1), &tokens, &[20], 0);
+        let mut executor = executor(&file, Mode::F32, KvType::F32, 2);
+        let chunk = |blocks, output| Chunk { tokens: &tokens, start: 0, blocks, output };
+        let chunks = vec![chunk(&[2, 3], Output::Hidden { from: 5 }), chunk(&[0, 1], Output::Logits { from: 19 })];
+        let ticket = executor.submit(&Plan { chunks }).unwrap();
+        let mut outputs = executor.collect(ticket).unwrap();
+        assert!(matches!(outputs.remove(1), ChunkOutput::Logits(l) if l == logits[19 * vocab..]));
+        let ChunkOutput::Hidden(states) = outputs.remove(0) else { panic!("no states") };
+        assert_eq!(states.len(), 15 * hidden);
+        let name = if file.spec().tied_head { "embed" } else { "head" };
+        let head = file.view(file.index(name).unwrap());
+        let order: Option<Vec<u32>> = file.spec().head_order.then(|| {
+            let order = file.view(file.index("head_order").unwrap());
+            (0..hidden).map(|j| order.order(j)).collect()
+        });
+        for (row, state) in states.chunks(hidden).enumerate() {
+            for token in [0, 17, vocab - 1] {
+                let at = |j: usize| state[order.as_ref().map_or(j, |o| o[j] as usize)];
+                let want: f32 = (0..hidden).map(|j| at(j) * head.at(token, j)).sum();
+                let got = logits[(5 + row) * vocab + token];
+                assert!((want - got).abs() < 1e-4, "row {row}, token {token}: {want} and {got}");
+            }
+        }
+    }
+}
+
+/// Blocks that every window has passed may be gone; a block that was taken out and put back elsewhere is the same.
+#[test]
+fn blocks_may_leave_and_move() {
+    let mut spec = plain(true);
+    for layer in &mut spec.layers {
+        let Attn::Gqa { window, .. } = &mut layer.attn;
+        *window = Some(20);
+    }
+    let file = made("window", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), spec);
+    let tokens = tokens(60);
+    for kv in [KvType::F16, KvType::Int8] {
+        let want = run(&mut executor(&file, Mode::Int8, kv, 2), &tokens, &[60], 0);
+        let mut executor = executor(&file, Mode::Int8, kv, 2);
+        let step = |executor: &mut CpuExecutor, range: std::ops::Range<usize>, blocks: &[u32]| {
+            let output = Output::Logits { from: 0 };
+            let chunk = Chunk { tokens: &tokens[range.clone()], start: range.start, blocks, output };
+            let ticket = executor.submit(&Plan { chunks: vec![chunk] }).map_err(|e| e.to_string())?;
+            match executor.collect(ticket).unwrap().remove(0) {
+                ChunkOutput::Logits(l) => Ok::<_, String>(l),
+                other => panic!("{other:?}"),
+            }
+        };
+        step(&mut executor, 0..52, &[0, 1, 2, 3]).unwrap();
+        let error = step(&mut executor, 50..55, &[NO_BLOCK, NO_BLOCK, 2, 3]).unwrap_err();
+        assert!(error.contains("block: expected below"), "row 50 sees 31: {error}");
+        let mut bytes = vec![0; executor.block_bytes()];
+        for (from, to) in [(2, 9), (3, 2)] {
+            executor.read_block(from, &mut bytes);
+            executor.write_block(to, &bytes);
+            executor.write_block(from, &vec![0xff; bytes.len()]);
+        }
+        let got = step(&mut executor, 52..60, &[NO_BLOCK, NO_BLOCK, 9, 2]).unwrap();
+        assert_eq!(got, want[52 * 290..], "{kv:?}");
+    }
 }

@@ -5,11 +5,16 @@
 //! caller (`crate::text`, `crate::cli`, the server), who cancels a request when a stop string
 //! appears. The commands are written against the trait, so their tests run on a fake engine.
 
+mod active;
 mod constraint;
+mod keep;
+mod memory;
+mod pace;
 mod run;
 pub mod worker;
 
 pub use constraint::{Constraint, Grammar, TokenSet};
+pub use memory::MemoryPlan;
 pub use run::{Engine, EngineOptions, OpenError};
 
 use quern_kernels::sample::{SampleError, SamplingParams};
@@ -199,6 +204,14 @@ pub enum EngineError {
     /// A request that failed on its way.
     #[error(transparent)]
     Request(#[from] Failure),
+    /// The folder of computed beginnings.
+    #[error("--cache-dir: {}: {source}", path.display())]
+    Cache {
+        /// The file or folder.
+        path: std::path::PathBuf,
+        /// What happened.
+        source: std::io::Error,
+    },
     /// The model could not be run.
     #[error("the model could not be run")]
     Backend(#[source] Box<dyn std::error::Error + Send + Sync>),
@@ -226,6 +239,11 @@ pub trait Generator {
     /// State of the engine.
     fn stats(&self) -> Stats {
         Stats::default()
+    }
+
+    /// Ends what is in progress, and keeps what is to be kept for the next time; returns what there is to say about it.
+    fn close(&mut self) -> Result<Option<String>, EngineError> {
+        Ok(None)
     }
 }
 

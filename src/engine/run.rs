@@ -1,18 +1,24 @@
 //! The engine: requests in, tokens out, step by step on one thread.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, hash::BuildHasher, path::PathBuf, sync::Arc, time::Instant};
 
 use quern_kernels::{
     cpu::{
         acts::Mode,
         kv::{BLOCK, KvType},
     },
-    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Output, Plan},
+    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Plan},
 };
-use quern_models::ModelFile;
+use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
-use super::{EngineError, Event, Finish, Generator, Limits, Request};
-use crate::sched::{KvPool, Scheduler};
+use super::{
+    EngineError, Event, Failure, Finish, Generator, Limits, Pooling, Request, Stats,
+    active::{Active, Got},
+    keep,
+    memory::MemoryPlan,
+    pace::Pace,
+};
+use crate::sched::{Arrival, KvPool, Node, Scheduled, Scheduler, Step};
 
 /// How an engine runs a model.
 #[derive(Debug, Clone, Copy)]
@@ -21,9 +27,11 @@ pub struct EngineOptions {
     pub threads: usize,
     /// Longest sequence, tokens; 0 takes the model's own, at most 4096.
     pub context: usize,
-    /// Sequences at once; the KV cache has room for this many of full length.
+    /// Most sequences at once.
     pub sequences: usize,
-    /// Tokens of one step: prompts are computed in chunks of at most this many.
+    /// Tokens that the KV cache holds, all sequences together; 0: as many as all sequences at full length have.
+    pub cache_tokens: usize,
+    /// Most tokens of one step; 0: as many as keep a step with answers in it near 100 ms, by measurement.
     pub batch_tokens: usize,
     /// Activations of integer weights: int8 (default mode) or f32 (exact mode).
     pub activations: Mode,
@@ -37,9 +45,26 @@ impl Default for EngineOptions {
             threads: 0,
             context: 0,
             sequences: 1,
-            batch_tokens: 512,
+            cache_tokens: 0,
+            batch_tokens: 0,
             activations: Mode::Int8,
             kv: KvType::F16,
+        }
+    }
+}
+
+impl EngineOptions {
+    /// Tokens of the longest sequence.
+    pub fn context_of(&self, spec: &ModelSpec) -> usize {
+        if self.context == 0 { spec.max_context.min(DEFAULT_CONTEXT) } else { self.context }
+    }
+
+    /// KV blocks.
+    pub fn blocks_of(&self, spec: &ModelSpec) -> usize {
+        let whole = self.context_of(spec).div_ceil(BLOCK);
+        match self.cache_tokens {
+            0 => whole * self.sequences.max(1),
+            tokens => tokens.div_ceil(BLOCK).max(whole),
         }
     }
 }
@@ -70,13 +95,11 @@ pub struct Engine {
     ended: Vec<Event>,
     next: u64,
     context: usize,
-}
-
-/// A request in progress.
-struct Active {
-    request: Request,
-    /// Tokens generated.
-    generated: usize,
+    /// Makes nodes of salts that nobody outside can foresee.
+    secret: u64,
+    pace: Pace,
+    stats: Stats,
+    keep: Option<keep::Keep>,
 }
 
 impl Engine {
@@ -86,26 +109,44 @@ impl Engine {
         if options.context > most {
             return Err(OpenError::Context { asked: options.context, most });
         }
-        let context = if options.context == 0 { most.min(DEFAULT_CONTEXT) } else { options.context };
-        let sequences = options.sequences.max(1);
-        let blocks = context.div_ceil(BLOCK) * sequences;
+        let blocks = options.blocks_of(file.spec());
         let cpu = CpuOptions { threads: options.threads, blocks, mode: options.activations, kv: options.kv };
         let executor = Box::new(CpuExecutor::new(file.clone(), cpu)?);
-        Ok(Engine::with_executor(file, executor, context, options.batch_tokens, sequences))
+        Ok(Engine::with_executor(file, executor, options))
     }
 
-    /// An engine on any device.
-    pub fn with_executor(
-        file: Arc<ModelFile>,
-        executor: Box<dyn Executor>,
-        context: usize,
-        batch_tokens: usize,
-        sequences: usize,
-    ) -> Engine {
+    /// An engine on any device, which has its own number of blocks.
+    pub fn with_executor(file: Arc<ModelFile>, executor: Box<dyn Executor>, options: EngineOptions) -> Engine {
         let pool = KvPool::new(executor.blocks(), BLOCK);
-        let scheduler = Scheduler::new(pool, batch_tokens.max(sequences), sequences);
-        let context = context.min(scheduler.room());
-        Engine { file, executor, scheduler, active: BTreeMap::new(), ended: vec![], next: 0, context }
+        let pace = Pace::new(options.batch_tokens);
+        let scheduler = Scheduler::new(pool, pace.budget(), options.sequences.max(1), window(file.spec()));
+        let context = options.context_of(file.spec()).min(scheduler.room());
+        Engine {
+            file,
+            executor,
+            scheduler,
+            active: BTreeMap::new(),
+            ended: vec![],
+            next: 0,
+            context,
+            secret: std::collections::hash_map::RandomState::new().hash_one(0),
+            pace,
+            stats: Stats::default(),
+            keep: None,
+        }
+    }
+
+    /// Finds computed beginnings in a folder, and keeps them there when the engine closes. Returns what was found.
+    pub fn keep_in(&mut self, dir: PathBuf) -> String {
+        let keep = keep::Keep::new(dir, &self.file, &*self.executor);
+        let note = keep.load(self.scheduler.pool_mut(), &mut *self.executor);
+        self.keep = Some(keep);
+        note
+    }
+
+    /// The memory that an engine needs, and the memory there is.
+    pub fn memory(file: &ModelFile, options: &EngineOptions) -> MemoryPlan {
+        MemoryPlan::new(file, options)
     }
 
     /// The model's file.
@@ -119,35 +160,102 @@ impl Engine {
     }
 
     /// Plans and runs one step; returns what each scheduled sequence got.
-    fn run(&mut self) -> Result<Vec<(crate::sched::Scheduled, ChunkOutput)>, EngineError> {
+    fn run(&mut self, events: &mut Vec<Event>) -> Result<Vec<(Scheduled, ChunkOutput)>, EngineError> {
         let step = self.scheduler.schedule();
+        for &(request, cached) in &step.started {
+            events.push(Event::Started { request, cached });
+        }
+        let shares = self.masked(step, events);
+        if shares.is_empty() {
+            return Ok(vec![]);
+        }
         let mut plan = Plan::default();
-        for share in &step {
+        for share in &shares {
             let s = self.scheduler.running(share.id).expect("schedule() returns running sequences");
-            let active = &self.active[&share.id];
             let end = s.computed + share.count;
-            let output = if share.last {
-                Output::Tokens {
-                    from: share.count - 1,
-                    params: &active.request.sampling,
-                    history: &s.tokens[..end],
-                    prompt_len: active.request.prompt.len(),
-                    logprobs: active.request.logprobs,
-                }
-            } else {
-                Output::None
-            };
             plan.chunks.push(Chunk {
                 tokens: &s.tokens[s.computed..end],
                 start: s.computed,
                 blocks: &s.blocks,
-                output,
+                output: self.active[&share.id].output(*share, &s.tokens[..end]),
             });
         }
         let failed = |e| EngineError::Backend(Box::new(e));
+        let start = Instant::now();
         let ticket = self.executor.submit(&plan).map_err(failed)?;
         let outputs = self.executor.collect(ticket).map_err(failed)?;
-        Ok(step.into_iter().zip(outputs).collect())
+        let tokens = shares.iter().map(|s| s.count).sum();
+        self.stats.steps += 1;
+        self.stats.computed += tokens as u64;
+        if self.pace.took(tokens, start.elapsed()) {
+            self.scheduler.set_budget(self.pace.budget());
+        }
+        Ok(shares.into_iter().zip(outputs).collect())
+    }
+
+    /// Copies the step's blocks and asks the constraints what may come; a request whose constraint fails is out.
+    fn masked(&mut self, step: Step, events: &mut Vec<Event>) -> Vec<Scheduled> {
+        for &(from, to) in &step.copies {
+            self.executor.copy_block(from, to);
+        }
+        let mut shares = step.shares;
+        shares.retain(|share| {
+            let active = self.active.get_mut(&share.id).expect("a scheduled sequence is active");
+            let masked = if share.last { active.mask() } else { Ok(()) };
+            if let Err(reason) = masked {
+                self.scheduler.remove(share.id);
+                self.active.remove(&share.id);
+                events.push(Event::Failed { request: share.id, error: Failure::Constraint(reason) });
+                return false;
+            }
+            true
+        });
+        shares
+    }
+
+    /// Takes what a share gave.
+    fn receive(&mut self, share: Scheduled, output: ChunkOutput, events: &mut Vec<Event>) {
+        let request = share.id;
+        let active = self.active.get_mut(&request).expect("a scheduled sequence is active");
+        let sequence = self.scheduler.running(request).expect("it was scheduled");
+        let got = match active.take(share, sequence.computed, output, &sequence.tokens) {
+            Ok(got) => got,
+            Err(error) => {
+                self.scheduler.remove(request);
+                self.active.remove(&request);
+                return events.push(Event::Failed { request, error });
+            }
+        };
+        if let Some(tokens) = active.prompt_scores() {
+            events.push(Event::Prompt { request, tokens });
+        }
+        let sampled = match got {
+            Got::Nothing => return self.scheduler.computed(share, None),
+            Got::Vector(values) => {
+                self.scheduler.computed(share, None);
+                events.push(Event::Embedding { request, values });
+                return self.finish(request, Finish::Stop, events);
+            }
+            Got::PromptOnly => {
+                self.scheduler.computed(share, None);
+                return self.finish(request, Finish::Length, events);
+            }
+            Got::Token(sampled) => sampled,
+        };
+        self.scheduler.computed(share, Some(sampled.token));
+        let active = self.active.get_mut(&request).expect("as above");
+        let finish = active.follow(sampled.token, self.context);
+        let (id, logprob, top) = (sampled.token, sampled.logprob, sampled.top);
+        events.push(Event::Token { request, id, logprob, top });
+        match finish {
+            Ok(None) => {}
+            Ok(Some(finish)) => self.finish(request, finish, events),
+            Err(reason) => {
+                self.scheduler.remove(request);
+                self.active.remove(&request);
+                events.push(Event::Failed { request, error: Failure::Constraint(reason) });
+            }
+        }
     }
 
     fn finish(&mut self, request: u64, finish: Finish, events: &mut Vec<Event>) {
@@ -160,17 +268,38 @@ impl Engine {
 /// Context where nothing is asked: enough for a chat, and small enough not to ask for gigabytes.
 const DEFAULT_CONTEXT: usize = 4096;
 
+/// Tokens of one step where every row's logits are kept.
+const LOGIT_ROWS: usize = 64;
+
+/// The widest window, if every layer has one.
+fn window(spec: &ModelSpec) -> Option<usize> {
+    let windows = spec.layers.iter().map(|layer| {
+        let Attn::Gqa { window, .. } = layer.attn;
+        window
+    });
+    windows.reduce(|a, b| Some(a?.max(b?))).flatten()
+}
+
 impl Generator for Engine {
     fn add(&mut self, request: Request) -> Result<u64, EngineError> {
         self.limits().check(&request)?;
         let id = self.next;
         self.next += 1;
-        if request.max_tokens == 0 {
+        if request.max_tokens == 0 && request.prompt_logprobs.is_none() && request.embed.is_none() {
             self.ended.push(Event::Finished { request: id, finish: Finish::Length });
             return Ok(id);
         }
-        self.scheduler.add(id, request.prompt.clone());
-        self.active.insert(id, Active { request, generated: 0 });
+        // Every token's state is wanted, so every token is computed.
+        let looks_up = request.prompt_logprobs.is_none() && request.embed != Some(Pooling::Mean);
+        self.scheduler.add(Arrival {
+            id,
+            tokens: request.prompt.clone(),
+            priority: request.priority,
+            root: request.cache_salt.as_ref().map_or(Node::ROOT, |salt| Node::salted(salt, self.secret)),
+            looks_up,
+            chunk: if request.prompt_logprobs.is_some() { LOGIT_ROWS } else { usize::MAX },
+        });
+        self.active.insert(id, Active::new(request, self.file.spec().vocab));
         Ok(id)
     }
 
@@ -187,40 +316,8 @@ impl Generator for Engine {
         if self.scheduler.is_idle() {
             return Ok(false);
         }
-        for (share, output) in self.run()? {
-            let tokens = match output {
-                ChunkOutput::Tokens(Ok(tokens)) => tokens,
-                ChunkOutput::Tokens(Err(error)) => {
-                    self.scheduler.remove(share.id);
-                    self.active.remove(&share.id);
-                    events.push(Event::Failed { request: share.id, error: error.into() });
-                    continue;
-                }
-                ChunkOutput::None | ChunkOutput::Logits(_) => vec![],
-            };
-            let Some(sampled) = tokens.into_iter().next() else {
-                self.scheduler.computed(share, None);
-                continue;
-            };
-            self.scheduler.computed(share, Some(sampled.token));
-            let active = self.active.get_mut(&share.id).expect("a running sequence is active");
-            active.generated += 1;
-            let r = &active.request;
-            let stopped = !r.ignore_eos && r.stop_ids.contains(&sampled.token);
-            let finish = if stopped {
-                Some(Finish::Stop)
-            } else if active.generated >= r.max_tokens {
-                Some(Finish::Length)
-            } else if r.prompt.len() + active.generated >= self.context {
-                Some(Finish::Context)
-            } else {
-                None
-            };
-            let (id, logprob, top) = (sampled.token, sampled.logprob, sampled.top);
-            events.push(Event::Token { request: share.id, id, logprob, top });
-            if let Some(finish) = finish {
-                self.finish(share.id, finish, events);
-            }
+        for (share, output) in self.run(events)? {
+            self.receive(share, output, events);
         }
         Ok(!self.scheduler.is_idle())
     }
@@ -231,5 +328,28 @@ impl Generator for Engine {
 
     fn limits(&self) -> Limits {
         Limits { vocab: self.file.spec().vocab, context: self.context }
+    }
+
+    fn stats(&self) -> Stats {
+        let (running, waiting) = self.scheduler.load();
+        let (pool, counts) = (self.scheduler.pool(), self.scheduler.counts());
+        Stats {
+            running,
+            waiting,
+            block_tokens: pool.block_tokens(),
+            blocks: pool.blocks(),
+            blocks_held: pool.blocks() - pool.idle(),
+            preemptions: counts.preemptions,
+            prefix_queries: counts.looked_up,
+            prefix_hits: counts.found,
+            ..self.stats
+        }
+    }
+
+    fn close(&mut self) -> Result<Option<String>, EngineError> {
+        let ids: Vec<u64> = self.active.keys().copied().collect();
+        ids.into_iter().for_each(|id| self.cancel(id));
+        let Some(keep) = &self.keep else { return Ok(None) };
+        keep.save(self.scheduler.pool(), &mut *self.executor).map(Some)
     }
 }

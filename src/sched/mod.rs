@@ -3,5 +3,5 @@
 pub mod kv;
 pub mod plan;
 
-pub use kv::{KvPool, OutOfBlocks};
-pub use plan::{Scheduled, Scheduler, Sequence};
+pub use kv::{Hit, KvPool, NO_BLOCK, Node, OutOfBlocks};
+pub use plan::{Arrival, Budget, Counts, Scheduled, Scheduler, Sequence, Step};

@@ -1,13 +1,19 @@
 //! The scheduler: hands out each step's token budget.
 //!
-//! One rule: every sequence has `computed` chasing the tokens it has. Prompts in chunks, decoding
-//! and starting again after preemption are the same thing. Running sequences come first, in the
-//! order of their admission, then waiting ones. When blocks run out, the youngest running sequence
-//! gives its blocks back and starts again later, from the front of the queue.
+//! One rule (vLLM's): every sequence has `computed` chasing the tokens it has. Prompts in chunks, decoding, beginnings
+//! found in the cache and starting again after preemption are the same thing. A step:
+//!
+//! 1. Sequences that lack one token come first, each gets it. When blocks run out, the running sequence that comes
+//!    last (by priority, then arrival) gives its blocks back and starts again later, before those that came after it.
+//! 2. If nobody had to, waiting sequences are admitted in order while their whole text fits and a block is left for
+//!    everybody who runs. One whose beginning a running sequence is about to compute is passed over until that is
+//!    done: what many share is computed once.
+//! 3. Prompts share what is left of the budget: the first in order gets at least half of it, the others are served
+//!    shortest first, so that neither a long prompt nor a stream of short ones makes the others wait.
 
-use std::collections::VecDeque;
+use std::collections::BTreeMap;
 
-use super::kv::KvPool;
+use super::kv::{Hit, KvPool, NO_BLOCK, Node};
 
 /// One text in progress.
 #[derive(Debug)]
@@ -18,8 +24,46 @@ pub struct Sequence {
     pub tokens: Vec<u32>,
     /// Tokens whose keys and values are in the cache.
     pub computed: usize,
-    /// Blocks held, in order.
+    /// Blocks held, in order; [`NO_BLOCK`] for those given back because the window has passed.
     pub blocks: Vec<u32>,
+    order: Order,
+    root: Node,
+    /// The text up to the end of each full block, as far as it is remembered.
+    nodes: Vec<Node>,
+    looks_up: bool,
+    chunk: usize,
+    started: bool,
+}
+
+/// A text to come.
+#[derive(Debug, Clone)]
+pub struct Arrival {
+    /// Number given by the caller.
+    pub id: u64,
+    /// The prompt, at least one token.
+    pub tokens: Vec<u32>,
+    /// Lower goes first.
+    pub priority: i32,
+    /// With whom it shares.
+    pub root: Node,
+    /// Whether a beginning that is in the cache may be left out; else every token is computed.
+    pub looks_up: bool,
+    /// Most tokens of a step.
+    pub chunk: usize,
+}
+
+impl Arrival {
+    /// A text with nothing special about it.
+    pub fn new(id: u64, tokens: Vec<u32>) -> Arrival {
+        Arrival { id, tokens, priority: 0, root: Node::ROOT, looks_up: true, chunk: usize::MAX }
+    }
+}
+
+/// Who goes first: by priority, then by arrival.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Order {
+    priority: i32,
+    arrival: u64,
 }
 
 /// A sequence's share of a step: compute `tokens[computed..computed + count]`.
@@ -33,25 +77,94 @@ pub struct Scheduled {
     pub last: bool,
 }
 
+/// What to do next.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    /// Blocks to copy, (from, to), in this order and before anything is computed.
+    pub copies: Vec<(u32, u32)>,
+    /// Shares, each of another sequence.
+    pub shares: Vec<Scheduled>,
+    /// Sequences that left the queue for the first time, and how many of their tokens were found in the cache.
+    pub started: Vec<(u64, usize)>,
+}
+
+/// Most tokens of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Budget {
+    /// When somebody waits for the next token of an answer.
+    pub mixed: usize,
+    /// When there are only prompts.
+    pub prompts: usize,
+}
+
+impl From<usize> for Budget {
+    fn from(tokens: usize) -> Budget {
+        Budget { mixed: tokens, prompts: tokens }
+    }
+}
+
+/// Counts since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Times a sequence had to start again.
+    pub preemptions: u64,
+    /// Tokens looked up in the cache.
+    pub looked_up: u64,
+    /// Tokens found there.
+    pub found: u64,
+}
+
 /// Sequences, running and waiting.
 #[derive(Debug)]
 pub struct Scheduler {
     pool: KvPool,
+    /// In order.
     running: Vec<Sequence>,
-    waiting: VecDeque<Sequence>,
-    /// Most tokens of a step.
-    budget: usize,
+    waiting: BTreeMap<Order, Sequence>,
+    budget: Budget,
     /// Most running sequences.
     most: usize,
-    /// Times a sequence had to start again.
-    preemptions: u64,
+    /// Tokens that a new token sees, itself included, where every layer has a window.
+    window: Option<usize>,
+    arrivals: u64,
+    counts: Counts,
 }
 
+/// Waiting sequences that one step looks at: the others wait for their turn, or for the same as these.
+const LOOKED_AT: usize = 64;
+
 impl Scheduler {
-    /// An idle scheduler. `budget` tokens a step, at most `most` sequences at once.
-    pub fn new(pool: KvPool, budget: usize, most: usize) -> Scheduler {
-        assert!(budget >= most && most > 0, "every running sequence must get a token in a step");
-        Scheduler { pool, running: vec![], waiting: VecDeque::new(), budget, most, preemptions: 0 }
+    /// An idle scheduler: at most `most` sequences at once.
+    pub fn new(pool: KvPool, budget: Budget, most: usize, window: Option<usize>) -> Scheduler {
+        assert!(most > 0, "at least one sequence must run");
+        let mut scheduler = Scheduler {
+            pool,
+            running: vec![],
+            waiting: BTreeMap::new(),
+            budget,
+            most,
+            window,
+            arrivals: 0,
+            counts: Counts::default(),
+        };
+        scheduler.set_budget(budget);
+        scheduler
+    }
+
+    /// Changes the budget; every running sequence gets a token in any case.
+    pub fn set_budget(&mut self, budget: Budget) {
+        self.budget = Budget { mixed: budget.mixed.max(self.most), prompts: budget.prompts.max(self.most) };
+    }
+
+    /// Blocks and what is remembered of them.
+    pub fn pool(&self) -> &KvPool {
+        &self.pool
+    }
+
+    /// Blocks and what is remembered of them; nothing may run.
+    pub fn pool_mut(&mut self) -> &mut KvPool {
+        assert!(self.running.is_empty(), "blocks of running sequences are the scheduler's");
+        &mut self.pool
     }
 
     /// Tokens that fit when a sequence has the pool alone.
@@ -59,14 +172,33 @@ impl Scheduler {
         self.pool.room()
     }
 
-    /// Times a sequence gave its blocks back and had to start again.
-    pub fn preemptions(&self) -> u64 {
-        self.preemptions
+    /// What happened so far.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Sequences running and waiting.
+    pub fn load(&self) -> (usize, usize) {
+        (self.running.len(), self.waiting.len())
     }
 
     /// Queues a sequence.
-    pub fn add(&mut self, id: u64, tokens: Vec<u32>) {
-        self.waiting.push_back(Sequence { id, tokens, computed: 0, blocks: vec![] });
+    pub fn add(&mut self, new: Arrival) {
+        let order = Order { priority: new.priority, arrival: self.arrivals };
+        self.arrivals += 1;
+        let sequence = Sequence {
+            id: new.id,
+            tokens: new.tokens,
+            computed: 0,
+            blocks: vec![],
+            order,
+            root: new.root,
+            nodes: vec![],
+            looks_up: new.looks_up,
+            chunk: new.chunk.max(1),
+            started: false,
+        };
+        self.waiting.insert(order, sequence);
     }
 
     /// Whether nothing runs or waits.
@@ -83,59 +215,174 @@ impl Scheduler {
     pub fn remove(&mut self, id: u64) {
         if let Some(i) = self.running.iter().position(|s| s.id == id) {
             let mut gone = self.running.remove(i);
-            self.pool.free(&mut gone.blocks);
+            gone.give_back(&mut self.pool);
         }
-        self.waiting.retain(|s| s.id != id);
+        self.waiting.retain(|_, s| s.id != id);
     }
 
     /// Chooses the next step. Empty only when idle: a sequence that fits the pool alone always runs.
-    pub fn schedule(&mut self) -> Vec<Scheduled> {
-        let mut budget = self.budget;
-        let mut step: Vec<Scheduled> = vec![];
+    pub fn schedule(&mut self) -> Step {
+        let mut step = Step::default();
+        let decoding = self.running.iter().any(|s| s.pending() == 1);
+        let mut budget = if decoding { self.budget.mixed } else { self.budget.prompts };
         let mut preempted = false;
         let mut i = 0;
-        while i < self.running.len() && budget > 0 {
-            // Later sequences keep at least one token each: a long prompt must not stop the others.
-            let others = self.running.len() - i - 1;
-            let count = self.running[i].pending().min(budget.saturating_sub(others).max(1));
-            let s = &mut self.running[i];
-            if self.pool.grow(&mut s.blocks, s.computed + count).is_ok() {
-                budget -= count;
-                step.push(s.scheduled(count));
+        while i < self.running.len() {
+            if self.running[i].pending() > 1 {
                 i += 1;
-                continue;
+            } else if self.grow(i, 1) {
+                step.shares.push(self.running[i].scheduled(1));
+                budget -= 1;
+                i += 1;
+            } else {
+                self.preempt_last(&mut step);
+                preempted = true;
             }
-            // Later sequences have not been scheduled yet, so the victim costs the step nothing.
-            let mut victim = self.running.pop().expect("i is in range");
-            self.pool.free(&mut victim.blocks);
-            victim.computed = 0;
-            self.waiting.push_front(victim);
-            preempted = true;
-            self.preemptions += 1;
         }
-        while !preempted && budget > 0 && self.running.len() < self.most {
-            let Some(mut s) = self.waiting.pop_front() else { break };
-            let count = s.pending().min(budget);
-            // Room for the whole text, or it would soon be preempted; and a block to go on.
-            let whole = s.tokens.len() + 1;
-            let fits = whole.div_ceil(self.pool.block_tokens()) <= self.pool.idle() || self.running.is_empty();
-            if !fits || self.pool.grow(&mut s.blocks, count).is_err() {
-                self.waiting.push_front(s);
+        if !preempted && budget > 0 {
+            self.admit(&mut step);
+        }
+        self.share_out(budget, &mut step);
+        step
+    }
+
+    /// Lets waiting sequences in.
+    fn admit(&mut self, step: &mut Step) {
+        let orders: Vec<Order> = self.waiting.keys().take(LOOKED_AT).copied().collect();
+        for order in orders {
+            if self.running.len() >= self.most {
                 break;
             }
-            budget -= count;
-            step.push(s.scheduled(count));
-            self.running.push(s);
+            let s = &self.waiting[&order];
+            let hit = if s.looks_up { self.hit(s) } else { Hit::default() };
+            let found = hit.blocks.len() * self.pool.block_tokens() + hit.part.map_or(0, |(_, n)| n);
+            if s.looks_up && self.is_awaited(s, found) {
+                continue;
+            }
+            // Room for the whole text, or it would soon be preempted; as much as it will ever hold, with a window.
+            let whole = s.tokens.len() + usize::from(!self.running.is_empty());
+            let held = self.window.map_or(whole, |w| whole.min(found + w + self.budget.prompts.min(s.chunk)));
+            let new = held.div_ceil(self.pool.block_tokens()).saturating_sub(hit.blocks.len());
+            let spare = if self.running.is_empty() { 0 } else { self.running.len() + 1 };
+            if new + spare > self.pool.idle() - self.pool.idle_of(&hit) {
+                break;
+            }
+            let mut s = self.waiting.remove(&order).expect("a key of the map");
+            self.pool.take(&hit);
+            let at = hit.blocks.len();
+            (s.blocks, s.nodes, s.computed) = (hit.blocks, hit.nodes, found);
+            // With a window it may need less than its text, and takes the rest as it goes on.
+            let tokens = held.min(s.tokens.len());
+            self.pool.grow(&mut s.blocks, tokens).expect("there is room");
+            step.copies.extend(hit.part.map(|(from, _)| (from, s.blocks[at])));
+            if s.looks_up {
+                self.counts.looked_up += s.tokens.len() as u64;
+                self.counts.found += found as u64;
+            }
+            if !std::mem::replace(&mut s.started, true) {
+                step.started.push((s.id, found));
+            }
+            let place = self.running.partition_point(|r| r.order < s.order);
+            self.running.insert(place, s);
         }
-        step
+    }
+
+    /// What the cache, and running sequences, have of a waiting one. Its last token is always computed.
+    fn hit(&self, s: &Sequence) -> Hit {
+        let tokens = &s.tokens[..s.tokens.len() - 1];
+        let mut hit = self.pool.find(s.root, tokens);
+        let size = self.pool.block_tokens();
+        let (at, before) = (hit.blocks.len(), hit.nodes.last());
+        for r in self.running.iter().filter(|r| r.root == s.root && r.computed > at * size) {
+            let same = at == 0 || r.nodes.get(at - 1) == before;
+            if same && r.blocks[at] != NO_BLOCK {
+                let theirs = &r.tokens[at * size..r.computed.min((at + 1) * size)];
+                let n = common(theirs, &tokens[at * size..]);
+                if n > hit.part.map_or(0, |(_, n)| n) {
+                    hit.part = Some((r.blocks[at], n));
+                }
+            }
+        }
+        hit
+    }
+
+    /// Whether a running prompt is about to compute more of a text than the `found` tokens that are there.
+    fn is_awaited(&self, s: &Sequence, found: usize) -> bool {
+        let size = self.pool.block_tokens();
+        let most = s.tokens.len() - 1;
+        let worth = |r: &Sequence| {
+            let soon = common(&r.tokens, &s.tokens).min(most) / size * size;
+            r.computed < soon && soon >= found + size
+        };
+        let before = |r: &&Sequence| r.root == s.root && r.pending() > 1 && r.order.priority <= s.order.priority;
+        // With a window, what it computes may be gone before it is done.
+        self.window.is_none() && self.running.iter().filter(before).any(worth)
+    }
+
+    /// Shares the rest of the budget between prompts.
+    fn share_out(&mut self, mut budget: usize, step: &mut Step) {
+        let waits = |s: &&Sequence| !step.shares.iter().any(|share| share.id == s.id);
+        let mut prompts: Vec<(Order, usize)> =
+            self.running.iter().filter(waits).map(|s| (s.order, s.pending().min(s.chunk))).collect();
+        let Some(&(first, wanted)) = prompts.first() else { return };
+        let mut counts = vec![(first, wanted.min(budget.div_ceil(2)))];
+        budget -= counts[0].1;
+        prompts.remove(0);
+        prompts.sort_by_key(|&(order, wanted)| (order.priority, wanted, order.arrival));
+        for (order, wanted) in prompts {
+            let count = wanted.min(budget);
+            budget -= count;
+            counts.push((order, count));
+        }
+        counts[0].1 = wanted.min(counts[0].1 + budget);
+        for (order, count) in counts.into_iter().filter(|&(_, count)| count > 0) {
+            // One that has gone meanwhile has given its blocks to those before it.
+            while let Ok(i) = self.running.binary_search_by_key(&order, |s| s.order) {
+                if self.grow(i, count) {
+                    step.shares.push(self.running[i].scheduled(count));
+                    break;
+                }
+                self.preempt_last(step);
+            }
+        }
+    }
+
+    /// Blocks for `count` more tokens of a running sequence.
+    fn grow(&mut self, i: usize, count: usize) -> bool {
+        let s = &mut self.running[i];
+        self.pool.grow(&mut s.blocks, s.computed + count).is_ok()
+    }
+
+    /// The last in order gives everything back and waits; the cache remembers what it had, while room lasts.
+    fn preempt_last(&mut self, step: &mut Step) {
+        let mut victim = self.running.pop().expect("somebody holds the blocks");
+        step.shares.retain(|share| share.id != victim.id);
+        victim.give_back(&mut self.pool);
+        self.waiting.insert(victim.order, victim);
+        self.counts.preemptions += 1;
     }
 
     /// Records that a scheduled share was computed, and the token sampled after it.
     pub fn computed(&mut self, done: Scheduled, next: Option<u32>) {
-        if let Some(s) = self.running.iter_mut().find(|s| s.id == done.id) {
-            s.computed += done.count;
-            s.tokens.extend(next);
+        let Some(s) = self.running.iter_mut().find(|s| s.id == done.id) else { return };
+        s.computed += done.count;
+        s.remember(&mut self.pool);
+        s.tokens.extend(next);
+        if let Some(window) = self.window {
+            // The next row sees itself and what comes before in the window.
+            let passed = (s.computed + 1).saturating_sub(window) / self.pool.block_tokens();
+            for block in &mut s.blocks[..passed] {
+                self.pool.release(std::mem::replace(block, NO_BLOCK));
+            }
         }
+    }
+
+    /// Panics unless the pool's invariants hold.
+    #[cfg(test)]
+    fn check(&self) {
+        self.pool.check(self.running.iter().map(|s| &s.blocks));
+        assert!(self.running.is_sorted_by_key(|s| s.order));
+        assert!(self.waiting.values().all(|s| s.blocks.is_empty() && s.computed == 0 && s.nodes.is_empty()));
     }
 }
 
@@ -147,80 +394,43 @@ impl Sequence {
     fn scheduled(&self, count: usize) -> Scheduled {
         Scheduled { id: self.id, count, last: count == self.pending() }
     }
+
+    /// Lets the pool remember blocks that have become full.
+    fn remember(&mut self, pool: &mut KvPool) {
+        let size = pool.block_tokens();
+        while (self.nodes.len() + 1) * size <= self.computed {
+            let at = self.nodes.len();
+            let before = self.nodes.last().copied().unwrap_or(self.root);
+            let tokens = &self.tokens[at * size..(at + 1) * size];
+            if self.blocks[at] == NO_BLOCK {
+                return;
+            }
+            match pool.remember(before, tokens, self.blocks[at]) {
+                Some(node) => self.nodes.push(node),
+                // Two texts of one hash: this one is not remembered.
+                None => return,
+            }
+        }
+    }
+
+    /// Gives all blocks back; what was computed may be found again.
+    fn give_back(&mut self, pool: &mut KvPool) {
+        let size = pool.block_tokens();
+        let at = self.nodes.len();
+        if at == self.computed / size && !self.computed.is_multiple_of(size) {
+            let before = self.nodes.last().copied().unwrap_or(self.root);
+            pool.remember(before, &self.tokens[at * size..self.computed], self.blocks[at]);
+        }
+        pool.free(&mut self.blocks);
+        self.computed = 0;
+        self.nodes.clear();
+    }
+}
+
+/// Tokens that two texts have in common at their beginning.
+fn common(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::HashMap;
-
-    /// The "model": the next token is a hash of all tokens before it.
-    fn next(tokens: &[u32]) -> u32 {
-        tokens.iter().fold(7u32, |h, &t| h.wrapping_mul(31).wrapping_add(t + 1)) % 2
-    }
-
-    fn alone(prompt: &[u32], n: usize) -> Vec<u32> {
-        let mut tokens = prompt.to_vec();
-        for _ in 0..n {
-            tokens.push(next(&tokens));
-        }
-        tokens
-    }
-
-    /// Random arrivals and aborts in tiny pools: everyone ends with the tokens of a lone run.
-    #[test]
-    fn simulation() {
-        let mut seed = 1u64;
-        let mut random = move |n: usize| {
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (seed >> 33) as usize % n
-        };
-        let mut preemptions = 0;
-        for round in 0..200 {
-            let (block, blocks, most) = (1 + random(4), 8 + random(12), 1 + random(5));
-            let room = block * blocks;
-            let mut s = Scheduler::new(KvPool::new(blocks, block), most + random(12), most);
-            let mut want: HashMap<u64, (Vec<u32>, usize)> = HashMap::new();
-            let mut finished = 0;
-            let mut added = 0;
-            for step_number in 0..10_000 {
-                if added < 20 && random(3) == 0 {
-                    let prompt: Vec<u32> = (0..1 + random(room / 2)).map(|_| random(2) as u32).collect();
-                    let n = 1 + random(room - prompt.len());
-                    want.insert(added, (alone(&prompt, n), n));
-                    s.add(added, prompt);
-                    added += 1;
-                }
-                if random(40) == 0 && added > 0 {
-                    let id = random(added as usize) as u64;
-                    s.remove(id);
-                    want.remove(&id);
-                }
-                let step = s.schedule();
-                assert_eq!(step.is_empty(), s.is_idle(), "round {round}: stuck");
-                assert!(step.iter().map(|x| x.count).sum::<usize>() <= s.budget);
-                s.pool.check(s.running.iter().map(|q| &q.blocks));
-                for done in step {
-                    let q = s.running(done.id).unwrap();
-                    assert!(q.blocks.len() * block >= q.computed + done.count);
-                    let token = done.last.then(|| next(&q.tokens));
-                    s.computed(done, token);
-                    let q = s.running(done.id).unwrap();
-                    if q.tokens.len() == want[&done.id].0.len() {
-                        assert_eq!(q.tokens, want[&done.id].0, "round {round} step {step_number}");
-                        s.remove(done.id);
-                        want.remove(&done.id);
-                        finished += 1;
-                    }
-                }
-                if added == 20 && want.is_empty() {
-                    break;
-                }
-            }
-            assert!(want.is_empty() && finished > 0, "round {round}: {} requests never ended", want.len());
-            assert!(s.is_idle() && s.pool.idle() == blocks);
-            preemptions += s.preemptions();
-        }
-        assert!(preemptions > 100, "only {preemptions} preemptions: the pools were not tiny enough");
-    }
-}
+mod tests;

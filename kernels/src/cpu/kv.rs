@@ -207,6 +207,33 @@ impl KvMemory {
         }
     }
 
+    /// Bytes of a block, all layers together.
+    pub fn bytes_of_block(&self) -> usize {
+        self.block
+    }
+
+    /// Copies a block's bytes out.
+    ///
+    /// # Safety
+    /// Until it returns, no other thread may append to the block.
+    pub unsafe fn read_block(&self, block: u32, to: &mut [u8]) {
+        assert!((block as usize) < self.blocks && to.len() == self.block, "block {block}, {} bytes", to.len());
+        // SAFETY: the block is one of this cache, `to` is as long and elsewhere; no race by the caller's promise.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.base.add(block as usize * self.block), to.as_mut_ptr(), self.block)
+        }
+    }
+
+    /// Replaces a block's bytes.
+    ///
+    /// # Safety
+    /// Until it returns, no other thread may use the block.
+    pub unsafe fn write_block(&self, block: u32, from: &[u8]) {
+        assert!((block as usize) < self.blocks && from.len() == self.block, "block {block}, {} bytes", from.len());
+        // SAFETY: as in `read_block`. Any bytes are valid elements.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.base.add(block as usize * self.block), self.block) }
+    }
+
     /// Start of a (block, head). Panics when out of range, like indexing.
     #[inline]
     pub(crate) fn head(&self, layer: usize, block: u32, kv_head: usize) -> *mut u8 {

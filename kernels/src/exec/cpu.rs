@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
-use super::{ChunkOutput, ExecError, Executor, Output, Plan, Ticket, forward::Forward};
+use super::{ChunkOutput, ExecError, Executor, NO_BLOCK, Output, Plan, Ticket, forward::Forward};
 use crate::{
     cores::default_threads,
     cpu::{
@@ -80,7 +80,9 @@ impl CpuExecutor {
             if c.blocks.len() < needed {
                 return bad("blocks", format!("at least {needed}"), c.blocks.len().to_string());
             }
-            if let Some(b) = c.blocks.iter().find(|&&b| b as usize >= self.blocks()) {
+            let gone = self.forward.passed(c.start) / BLOCK;
+            let wrong = |(i, b): &(usize, &u32)| **b as usize >= self.blocks() && !(**b == NO_BLOCK && *i < gone);
+            if let Some((_, b)) = c.blocks.iter().enumerate().find(wrong) {
                 return bad("block", format!("below {}", self.blocks()), b.to_string());
             }
             if c.output.from(c.tokens.len()) > c.tokens.len() {
@@ -90,6 +92,12 @@ impl CpuExecutor {
                 && history.len() != c.start + c.tokens.len()
             {
                 return bad("history", (c.start + c.tokens.len()).to_string(), history.len().to_string());
+            }
+            if let Output::Tokens { from, allowed: Some(allowed), .. } = &c.output
+                && allowed.len() != (c.tokens.len() - from) * vocab.div_ceil(32)
+            {
+                let expected = (c.tokens.len() - from) * vocab.div_ceil(32);
+                return bad("words of allowed tokens", expected.to_string(), allowed.len().to_string());
             }
             let own = &c.blocks[c.start / BLOCK..needed];
             let shared = plan.chunks[..chunk].iter().any(|o| {
@@ -125,6 +133,20 @@ impl Executor for CpuExecutor {
         assert!((from as usize) < self.blocks() && (to as usize) < self.blocks(), "block {from} or {to}");
         // SAFETY: `&mut self`: no step is running, so nobody reads or writes either block.
         unsafe { self.forward.kv().copy_block(from, to) }
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.forward.kv().bytes_of_block()
+    }
+
+    fn read_block(&mut self, block: u32, to: &mut [u8]) {
+        // SAFETY: `&mut self`: no step is running, so nobody writes the block.
+        unsafe { self.forward.kv().read_block(block, to) }
+    }
+
+    fn write_block(&mut self, block: u32, from: &[u8]) {
+        // SAFETY: `&mut self`: no step is running, so nobody reads or writes the block.
+        unsafe { self.forward.kv().write_block(block, from) }
     }
 
     fn describe(&self) -> String {

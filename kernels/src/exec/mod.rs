@@ -27,7 +27,7 @@ pub struct Chunk<'a> {
     pub tokens: &'a [u32],
     /// Position of the first; everything before it is in the cache.
     pub start: usize,
-    /// The sequence's blocks, at least up to the last token.
+    /// The sequence's blocks, at least up to the last token; [`NO_BLOCK`] where every layer's window has passed.
     pub blocks: &'a [u32],
     /// What is wanted back.
     pub output: Output<'a>,
@@ -50,9 +50,16 @@ pub enum Output<'a> {
         prompt_len: usize,
         /// `Some(n)`: report logprobs, of the choice and of the `n` likeliest.
         logprobs: Option<usize>,
+        /// Tokens that may be chosen, `[rows from `from` on][words]`: bit `t % 32` of word `t / 32` allows token `t`.
+        allowed: Option<&'a [u32]>,
     },
     /// The logits after each of `tokens[from..]`.
     Logits {
+        /// First row wanted.
+        from: usize,
+    },
+    /// The hidden states of `tokens[from..]` after the final norm.
+    Hidden {
         /// First row wanted.
         from: usize,
     },
@@ -63,7 +70,7 @@ impl Output<'_> {
     fn from(&self, rows: usize) -> usize {
         match self {
             Output::None => rows,
-            Output::Tokens { from, .. } | Output::Logits { from } => *from,
+            Output::Tokens { from, .. } | Output::Logits { from } | Output::Hidden { from } => *from,
         }
     }
 }
@@ -81,7 +88,12 @@ pub enum ChunkOutput {
     Tokens(Result<Vec<Sampled>, SampleError>),
     /// Logits `[rows, vocab]`.
     Logits(Vec<f32>),
+    /// Hidden states `[rows, hidden]`.
+    Hidden(Vec<f32>),
 }
+
+/// In a chunk's blocks: a block that was given back because no new token sees it (all layers have a window).
+pub const NO_BLOCK: u32 = u32::MAX;
 
 /// A plan the device cannot run, or a device that failed.
 #[derive(Debug, thiserror::Error)]
@@ -126,6 +138,16 @@ pub trait Executor: Send {
 
     /// Copies a block's keys and values, for a sequence that leaves a shared one.
     fn copy_block(&mut self, from: u32, to: u32);
+
+    /// Bytes of a block's keys and values, all layers together.
+    fn block_bytes(&self) -> usize;
+
+    /// A block's keys and values, `[block_bytes]`, to be kept elsewhere; what the bytes mean depends on the model, the
+    /// KV type and the version of this program.
+    fn read_block(&mut self, block: u32, to: &mut [u8]);
+
+    /// Puts back what [`Executor::read_block`] gave.
+    fn write_block(&mut self, block: u32, from: &[u8]);
 
     /// Numeric mode and instruction set, as shown to people: `int8 activations, f16 KV, avx2, 2 threads`.
     fn describe(&self) -> String;

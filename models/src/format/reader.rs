@@ -94,6 +94,11 @@ impl ModelFile {
         self.header.fixed.file_len
     }
 
+    /// Hash of the header, and so of the model: the header holds a hash of every tensor.
+    pub fn identity(&self) -> u64 {
+        self.header.fixed.header_hash
+    }
+
     /// Length of the header, bytes.
     pub fn header_len(&self) -> u64 {
         self.header.fixed.header_len

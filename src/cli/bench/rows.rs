@@ -151,8 +151,14 @@ fn prompt(
         let start = history.len();
         history.extend(tokens);
         let from = tokens.len() - 1;
-        let output =
-            Output::Tokens { from, params: &greedy, history: &history, prompt_len: history.len(), logprobs: None };
+        let output = Output::Tokens {
+            from,
+            params: &greedy,
+            history: &history,
+            prompt_len: history.len(),
+            logprobs: None,
+            allowed: None,
+        };
         let ticket = executor.submit(&Plan { chunks: vec![Chunk { tokens, start, blocks, output }] })?;
         executor.collect(ticket)?;
     }
@@ -171,7 +177,8 @@ fn generate(
     for start in depth..depth + tokens {
         let (tokens, history) = (&ids[start..start + 1], &ids[..start + 1]);
         let chunk = |blocks| {
-            let output = Output::Tokens { from: 0, params: &greedy, history, prompt_len: depth, logprobs: None };
+            let output =
+                Output::Tokens { from: 0, params: &greedy, history, prompt_len: depth, logprobs: None, allowed: None };
             Chunk { tokens, start, blocks, output }
         };
         let ticket = executor.submit(&Plan { chunks: tables.iter().map(|t| chunk(t)).collect() })?;

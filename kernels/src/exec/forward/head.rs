@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use quern_models::PANEL;
 
-use super::{Forward, Readers, linear::Linear};
+use super::{Forward, Readers, linear::Linear, tensors::Input};
 use crate::{
     cpu::{
         lanes::Simd,
         survey::{Ask, survey},
     },
     exec::{Chunk, ChunkOutput, Output, Plan},
-    sample::{History, Need, SampleError, Sampled, Scratch, Surveyed, choose_surveyed, sample},
+    sample::{History, Need, SampleError, Sampled, Scratch, Surveyed, choose_surveyed, sample_allowed},
     team::Disjoint,
 };
 
@@ -73,14 +73,16 @@ impl Best {
 impl Forward {
     /// Final norm and head of the rows that want something, and what they give, in plan order.
     pub(super) fn head(&mut self, plan: &Plan) -> Vec<ChunkOutput> {
-        let vocab = self.spec().vocab;
+        let (vocab, hidden) = (self.spec().vocab, self.spec().hidden);
         let mut rows = vec![];
         let (mut row, mut kept) = (0, 0);
         for chunk in &plan.chunks {
-            for i in chunk.output.from(chunk.tokens.len())..chunk.tokens.len() {
+            for i in of_head(chunk) {
                 let need = match &chunk.output {
-                    Output::Tokens { params, logprobs, .. } => Need::of(params, vocab, position(chunk, i), *logprobs),
-                    Output::Logits { .. } | Output::None => Need::Logits,
+                    Output::Tokens { params, logprobs, allowed: None, .. } => {
+                        Need::of(params, vocab, position(chunk, i), *logprobs)
+                    }
+                    _ => Need::Logits,
                 };
                 let keeps = need != Need::Best;
                 rows.push(Row {
@@ -102,13 +104,18 @@ impl Forward {
             }
             self.run_head(self.bufs.heads.rows.len());
         }
-        let (simd, heads) = (self.simd, &mut self.bufs.heads);
-        let mut first = 0;
+        let (simd, heads, x, norm) = (self.simd, &mut self.bufs.heads, &self.bufs.x, &self.head_in);
+        let (mut first, mut start) = (0, 0);
         let outputs = plan.chunks.iter().map(|chunk| {
-            let rows = first..first + chunk.tokens.len() - chunk.output.from(chunk.tokens.len());
+            let rows = first..first + of_head(chunk).len();
             first = rows.end;
+            let states = start..start + chunk.tokens.len();
+            start = states.end;
             match &chunk.output {
                 Output::None => ChunkOutput::None,
+                Output::Hidden { from } => {
+                    ChunkOutput::Hidden(normed(simd, norm, x, hidden, states.start + from..states.end))
+                }
                 Output::Logits { .. } => ChunkOutput::Logits(heads.logits(rows, vocab)),
                 Output::Tokens { .. } => ChunkOutput::Tokens(
                     rows.enumerate().map(|(i, row)| heads.choose(simd, row, chunk, i, vocab)).collect(),
@@ -162,6 +169,24 @@ impl Forward {
     }
 }
 
+/// Rows of a chunk that go through the head.
+fn of_head(chunk: &Chunk) -> std::ops::Range<usize> {
+    let rows = chunk.tokens.len();
+    match chunk.output {
+        Output::Hidden { .. } => rows..rows,
+        _ => chunk.output.from(rows)..rows,
+    }
+}
+
+/// Rows of the residual stream after the final norm, `[rows, hidden]`.
+fn normed(simd: Simd, norm: &Input, x: &[f32], hidden: usize, rows: std::ops::Range<usize>) -> Vec<f32> {
+    let mut out = vec![0.0; rows.len() * hidden];
+    for (out, row) in out.chunks_exact_mut(hidden).zip(rows) {
+        norm.norm(simd, &x[row * hidden..(row + 1) * hidden], out);
+    }
+    out
+}
+
 /// Position of the token that follows row `i` of a chunk: the length of its history.
 fn position(chunk: &Chunk, i: usize) -> u64 {
     (chunk.start + i + 1) as u64
@@ -186,7 +211,7 @@ impl Heads {
         i: usize,
         vocab: usize,
     ) -> Result<Sampled, SampleError> {
-        let Output::Tokens { from, params, history, prompt_len, logprobs } = &chunk.output else {
+        let Output::Tokens { from, params, history, prompt_len, logprobs, allowed } = &chunk.output else {
             unreachable!("the caller matched it")
         };
         let position = position(chunk, from + i);
@@ -202,7 +227,11 @@ impl Heads {
         };
         let panels = vocab.div_ceil(PANEL);
         let logits = &mut self.logits[kept * vocab..(kept + 1) * vocab];
-        let Need::Surveyed(ask) = row.need else { return sample(logits, params, history, position, *logprobs) };
+        let Need::Surveyed(ask) = row.need else {
+            let words = vocab.div_ceil(32);
+            let allowed = allowed.map(|a| &a[i * words..(i + 1) * words]);
+            return sample_allowed(logits, params, history, position, *logprobs, allowed);
+        };
         let surveys = kept * panels..(kept + 1) * panels;
         let surveyed = Surveyed { logits, max: &mut self.max[surveys.clone()], more: &mut self.more[surveys] };
         choose_surveyed(simd, ask, surveyed, params, history, position, &mut self.scratch).map(plain)

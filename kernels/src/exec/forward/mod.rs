@@ -14,7 +14,10 @@ mod tensors;
 
 use std::sync::Arc;
 
-use quern_models::{ModelFile, ModelSpec};
+use quern_models::{
+    ModelFile, ModelSpec,
+    spec::{Attn, Layer},
+};
 
 use self::{
     angles::Angles,
@@ -109,6 +112,15 @@ impl Forward {
 
     pub(super) fn kv(&self) -> &KvMemory {
         &self.kv
+    }
+
+    /// Positions below it are seen by no layer from the row at `pos` on.
+    pub(super) fn passed(&self, pos: usize) -> usize {
+        let first = |layer: &Layer| {
+            let Attn::Gqa { window, .. } = layer.attn;
+            window.map_or(0, |w| (pos + 1).saturating_sub(w))
+        };
+        self.spec().layers.iter().map(first).min().unwrap_or(0)
     }
 
     pub(super) fn regions(&self) -> usize {

@@ -83,11 +83,16 @@ impl Input {
     /// The normed row as the linear layers take it, `[hidden]`; in one of the two buffers.
     pub fn prepare<'a>(&self, simd: Simd, x: &[f32], row: &'a mut Vec<f32>, ordered: &'a mut Vec<f32>) -> &'a [f32] {
         row.resize(x.len(), 0.0);
-        match self.norm {
-            Norm::Rms { eps } => ops::rms_norm(simd, x, &self.weight, eps, row),
-            Norm::Layer { eps } => ops::layer_norm(simd, x, &self.weight, &self.bias, eps, row),
-        }
+        self.norm(simd, x, row);
         gather(&self.order, row, ordered)
+    }
+
+    /// The normed row in natural order, `[hidden]`.
+    pub fn norm(&self, simd: Simd, x: &[f32], out: &mut [f32]) {
+        match self.norm {
+            Norm::Rms { eps } => ops::rms_norm(simd, x, &self.weight, eps, out),
+            Norm::Layer { eps } => ops::layer_norm(simd, x, &self.weight, &self.bias, eps, out),
+        }
     }
 }
 

@@ -1,0 +1,173 @@
+//! One request in progress: what it wants of each step, and what it has got so far.
+
+use quern_kernels::{
+    exec::{ChunkOutput, Output},
+    sample::{History, Sampled, logprobs, sample_allowed},
+};
+
+use super::{Failure, Finish, Pooling, Request, TokenSet};
+use crate::sched::Scheduled;
+
+/// A request in progress.
+pub(super) struct Active {
+    request: Request,
+    /// Tokens generated.
+    generated: usize,
+    vocab: usize,
+    /// What may come next, where there is a constraint.
+    allowed: Option<TokenSet>,
+    /// Logprobs of the prompt so far, its first token left out.
+    scores: Vec<(f32, Vec<(u32, f32)>)>,
+    scores_told: bool,
+    /// Sum of the hidden states so far, and of how many.
+    sum: (Vec<f64>, usize),
+}
+
+/// What a step gave a request.
+pub(super) enum Got {
+    /// The prompt goes on.
+    Nothing,
+    /// The prompt is done, and nothing else was wanted.
+    PromptOnly,
+    /// Its vector.
+    Vector(Vec<f32>),
+    /// The next token.
+    Token(Sampled),
+}
+
+impl Active {
+    pub fn new(request: Request, vocab: usize) -> Active {
+        let allowed = request.constraint.is_some().then(|| TokenSet::new(vocab));
+        Active { request, generated: 0, vocab, allowed, scores: vec![], scores_told: false, sum: (vec![], 0) }
+    }
+
+    /// Asks the constraint what may come.
+    pub fn mask(&mut self) -> Result<(), String> {
+        if let (Some(constraint), Some(allowed)) = (&mut self.request.constraint, &mut self.allowed) {
+            allowed.clear();
+            constraint.0.allow(allowed)?;
+            if allowed.is_empty() {
+                return Err("it allows no token".into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Prompt tokens whose logprobs are still to come.
+    fn scores_left(&self) -> bool {
+        let wanted = self.request.prompt_logprobs.is_some() && !self.scores_told;
+        wanted && self.scores.len() + 1 < self.request.prompt.len()
+    }
+
+    /// What is wanted of a share; `history` is the text up to its end.
+    pub fn output<'a>(&'a self, share: Scheduled, history: &'a [u32]) -> Output<'a> {
+        let last = share.count - 1;
+        match self.request.embed {
+            Some(Pooling::Mean) => return Output::Hidden { from: 0 },
+            Some(Pooling::Last) if share.last => return Output::Hidden { from: last },
+            Some(Pooling::Last) => return Output::None,
+            None => {}
+        }
+        if self.scores_left() {
+            return Output::Logits { from: 0 };
+        }
+        if !share.last || self.generated >= self.request.max_tokens {
+            return Output::None;
+        }
+        Output::Tokens {
+            from: last,
+            params: &self.request.sampling,
+            history,
+            prompt_len: self.request.prompt.len(),
+            logprobs: self.request.logprobs,
+            allowed: self.allowed.as_ref().map(TokenSet::words),
+        }
+    }
+
+    /// Takes what a share from position `start` on gave; `tokens` are all of the sequence.
+    pub fn take(
+        &mut self,
+        share: Scheduled,
+        start: usize,
+        output: ChunkOutput,
+        tokens: &[u32],
+    ) -> Result<Got, Failure> {
+        match output {
+            ChunkOutput::Tokens(sampled) => {
+                let sampled = sampled?.into_iter().next();
+                Ok(sampled.map_or(Got::Nothing, Got::Token))
+            }
+            ChunkOutput::Hidden(states) => Ok(self.pool(share, start, states)),
+            ChunkOutput::Logits(rows) => self.score(share, start, rows, tokens),
+            ChunkOutput::None if share.last && self.request.embed.is_none() => Ok(Got::PromptOnly),
+            ChunkOutput::None => Ok(Got::Nothing),
+        }
+    }
+
+    fn pool(&mut self, share: Scheduled, start: usize, states: Vec<f32>) -> Got {
+        if self.request.embed == Some(Pooling::Last) {
+            return Got::Vector(states);
+        }
+        let hidden = states.len() / share.count;
+        if start == 0 {
+            self.sum = (vec![], 0); // again from the beginning, perhaps
+        }
+        self.sum.0.resize(hidden, 0.0);
+        // One row after the other, so that chunks make no difference.
+        for state in states.chunks_exact(hidden) {
+            self.sum.0.iter_mut().zip(state).for_each(|(sum, x)| *sum += f64::from(*x));
+        }
+        self.sum.1 += share.count;
+        if !share.last {
+            return Got::Nothing;
+        }
+        let count = self.sum.1 as f64;
+        Got::Vector(self.sum.0.iter().map(|sum| (sum / count) as f32).collect())
+    }
+
+    fn score(&mut self, share: Scheduled, start: usize, mut rows: Vec<f32>, tokens: &[u32]) -> Result<Got, Failure> {
+        let n = self.request.prompt_logprobs.unwrap_or(0);
+        for (i, row) in rows.chunks_exact(self.vocab).enumerate() {
+            let at = start + i + 1;
+            if at < self.request.prompt.len() && at == self.scores.len() + 1 {
+                self.scores.push(logprobs(row, tokens[at], n));
+            }
+        }
+        if !share.last {
+            return Ok(Got::Nothing);
+        }
+        if self.request.max_tokens == 0 {
+            return Ok(Got::PromptOnly);
+        }
+        let row = rows.len() - self.vocab;
+        let history = History { tokens, prompt_len: self.request.prompt.len() };
+        let allowed = self.allowed.as_ref().map(TokenSet::words);
+        let (params, position) = (&self.request.sampling, tokens.len() as u64);
+        Ok(Got::Token(sample_allowed(&mut rows[row..], params, history, position, self.request.logprobs, allowed)?))
+    }
+
+    /// Logprobs of the prompt, once they are complete.
+    pub fn prompt_scores(&mut self) -> Option<Vec<(f32, Vec<(u32, f32)>)>> {
+        let complete = self.request.prompt_logprobs.is_some() && !self.scores_left();
+        (complete && !std::mem::replace(&mut self.scores_told, true)).then(|| std::mem::take(&mut self.scores))
+    }
+
+    /// Follows a token; why the request ends with it, if it does.
+    pub fn follow(&mut self, token: u32, context: usize) -> Result<Option<Finish>, String> {
+        self.generated += 1;
+        let r = &mut self.request;
+        if !r.ignore_eos && r.stop_ids.contains(&token) {
+            return Ok(Some(Finish::Stop));
+        }
+        if let Some(constraint) = &mut r.constraint {
+            constraint.0.follow(token)?;
+            if constraint.0.ended() {
+                return Ok(Some(Finish::Stop));
+            }
+        }
+        if self.generated >= r.max_tokens {
+            return Ok(Some(Finish::Length));
+        }
+        Ok((r.prompt.len() + self.generated >= context).then_some(Finish::Context))
+    }
+}

@@ -1,0 +1,155 @@
+//! What memory an engine needs, part by part, and what there is: known before anything is allocated.
+
+use std::fmt;
+
+use quern_kernels::{cpu::kv::BLOCK, exec::CpuExecutor};
+use quern_models::{
+    ModelFile, ModelSpec,
+    spec::{Attn, Mlp},
+};
+
+use super::EngineOptions;
+
+/// Bytes, part by part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryPlan {
+    /// The mapped file.
+    pub weights: u64,
+    /// Keys and values; touched as they fill.
+    pub cache: u64,
+    /// Activations, logits, the program itself: an estimate from above.
+    pub scratch: u64,
+    /// What the system can give: free memory and file pages, within this process's limit. `None` if it does not say.
+    pub available: Option<u64>,
+    /// Tokens that the cache holds.
+    pub tokens: usize,
+    /// Bytes of a token's keys and values.
+    pub token_bytes: u64,
+}
+
+/// A plan that does not fit.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the model needs {}: {} weights, {} cache for {} tokens, {} scratch; {} are there; {advice}",
+    size(plan.needed()), size(plan.weights), size(plan.cache), plan.tokens, size(plan.scratch),
+    size(plan.available.unwrap_or(0))
+)]
+pub struct TooLarge {
+    plan: MemoryPlan,
+    advice: String,
+}
+
+impl MemoryPlan {
+    pub(super) fn new(file: &ModelFile, options: &EngineOptions) -> MemoryPlan {
+        let spec = file.spec();
+        let block = CpuExecutor::block_bytes(spec, options.kv) as u64;
+        let blocks = options.blocks_of(spec);
+        MemoryPlan {
+            weights: file.file_len(),
+            cache: block.saturating_mul(blocks as u64),
+            scratch: scratch(spec, options),
+            available: available(),
+            tokens: blocks * BLOCK,
+            token_bytes: block / BLOCK as u64,
+        }
+    }
+
+    /// All parts together.
+    pub fn needed(&self) -> u64 {
+        self.weights.saturating_add(self.cache).saturating_add(self.scratch)
+    }
+
+    /// Refuses a plan that does not fit; `context` are the tokens that the cache must hold at least.
+    pub fn check(&self, context: usize) -> Result<(), TooLarge> {
+        let Some(available) = self.available.filter(|&a| a < self.needed()) else { return Ok(()) };
+        let left = available.saturating_sub(self.weights + self.scratch);
+        let tokens = (left / self.token_bytes.max(1)) as usize / BLOCK * BLOCK;
+        let advice = if tokens >= context {
+            format!("--cache-tokens {tokens} would fit")
+        } else if tokens >= 256 {
+            format!("--ctx {tokens} --cache-tokens {tokens} would fit, --kv int8 halves the cache")
+        } else {
+            "close other programs, or take a smaller model".to_string()
+        };
+        Err(TooLarge { plan: *self, advice })
+    }
+}
+
+impl fmt::Display for MemoryPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let MemoryPlan { weights, cache, scratch, tokens, .. } = *self;
+        let [w, c, s, all] = [weights, cache, scratch, self.needed()].map(size);
+        write!(f, "memory: {w} weights (mapped) + up to {c} cache ({tokens} tokens) + about {s} scratch = {all}")?;
+        match self.available {
+            Some(there) => write!(f, "; {} are there", size(there)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Buffers of the largest step: a few rows of every width, logits of one row per sequence, and a fixed part.
+fn scratch(spec: &ModelSpec, options: &EngineOptions) -> u64 {
+    let widest = spec.layers.iter().map(|layer| {
+        let Attn::Gqa { heads, kv_heads, head_dim, .. } = layer.attn;
+        let (Mlp::Gated { inner, .. } | Mlp::Plain { inner, .. }) = layer.mlp;
+        (2 * heads + 2 * kv_heads) * head_dim + 2 * inner
+    });
+    // A budget that follows the machine may grow to 2048 tokens.
+    let rows = if options.batch_tokens == 0 { 2048 } else { options.batch_tokens }.max(options.sequences);
+    let row = 3 * spec.hidden + widest.max().unwrap_or(0);
+    let logits = spec.vocab.saturating_mul(options.sequences.max(64));
+    (4u64).saturating_mul((rows as u64).saturating_mul(row as u64).saturating_add(logits as u64)) + (32 << 20)
+}
+
+/// Memory that can be had: what the system calls available, or what is left to this process's group if that is less.
+fn available() -> Option<u64> {
+    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let info = std::fs::read_to_string("/proc/meminfo").ok();
+    let system = info.as_deref().and_then(meminfo);
+    let group = number("/sys/fs/cgroup/memory.max")
+        .zip(number("/sys/fs/cgroup/memory.current"))
+        .map(|(most, used)| most.saturating_sub(used));
+    [system, group].into_iter().flatten().min()
+}
+
+fn meminfo(text: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}
+
+fn size(bytes: u64) -> String {
+    crate::cli::size(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_system_says_is_read() {
+        assert_eq!(meminfo("MemTotal: 5 kB\nMemAvailable:   2048 kB\nBuffers: 1 kB\n"), Some(2048 << 10));
+        assert_eq!(meminfo("MemTotal: 5 kB\n"), None);
+        if cfg!(target_os = "linux") {
+            assert!(available().is_some_and(|bytes| bytes > 1 << 20));
+        }
+    }
+
+    #[test]
+    fn a_plan_that_does_not_fit_says_what_would() {
+        let plan = |available| MemoryPlan {
+            weights: 100_000_000,
+            cache: 400_000_000,
+            scratch: 50_000_000,
+            available,
+            tokens: 20_000,
+            token_bytes: 20_000,
+        };
+        assert!(plan(Some(550_000_000)).check(4096).is_ok() && plan(None).check(4096).is_ok());
+        let said = |available| plan(Some(available)).check(4096).unwrap_err().to_string();
+        let some = said(400_000_000);
+        assert!(some.contains("550.0 MB: 100.0 MB weights, 400.0 MB cache for 20000 tokens"), "{some}");
+        assert!(some.ends_with("400.0 MB are there; --cache-tokens 12496 would fit"), "{some}");
+        assert!(said(180_000_000).contains("--ctx 1488 --cache-tokens 1488"), "{}", said(180_000_000));
+        assert!(said(120_000_000).contains("smaller model"));
+    }
+}

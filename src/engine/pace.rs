@@ -1,0 +1,82 @@
+//! How many tokens a step may have, from how long steps took.
+
+use std::time::Duration;
+
+use crate::sched::Budget;
+
+/// How long a step with answers in it should take: everybody who reads one waits so long while others' prompts are
+/// computed.
+const STEP: f64 = 0.1;
+
+/// Bounds of a budget that nobody chose.
+const LEAST: usize = 32;
+const MOST: usize = 2048;
+
+/// Steps of only prompts: more tokens would not be computed faster, and whoever comes waits for the step to end.
+const PROMPTS: usize = 512;
+
+/// Keeps the budget in step with the machine.
+#[derive(Debug)]
+pub struct Pace {
+    /// Chosen by the user.
+    fixed: Option<usize>,
+    /// Tokens a second of steps with prompts; 0 before the first.
+    rate: f64,
+    budget: Budget,
+}
+
+impl Pace {
+    /// 0: by measurement.
+    pub fn new(tokens: usize) -> Pace {
+        let budget = if tokens == 0 { Budget { mixed: 128, prompts: PROMPTS } } else { tokens.into() };
+        Pace { fixed: (tokens > 0).then_some(tokens), rate: 0.0, budget }
+    }
+
+    /// The budget now.
+    pub fn budget(&self) -> Budget {
+        self.budget
+    }
+
+    /// A step took so long; whether the budget changes.
+    pub fn took(&mut self, tokens: usize, time: Duration) -> bool {
+        // Steps of a few rows wait for memory and say nothing about prompts.
+        if self.fixed.is_some() || tokens < LEAST {
+            return false;
+        }
+        let rate = tokens as f64 / time.as_secs_f64().max(1e-6);
+        self.rate = if self.rate == 0.0 { rate } else { 0.75 * self.rate + 0.25 * rate };
+        let mixed = (self.rate * STEP) as usize / LEAST * LEAST;
+        let mixed = mixed.clamp(LEAST, MOST);
+        let budget = Budget { mixed, prompts: PROMPTS.max(mixed) };
+        std::mem::replace(&mut self.budget, budget) != budget
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_budget_follows_the_machine() {
+        let mut pace = Pace::new(0);
+        assert_eq!(pace.budget(), Budget { mixed: 128, prompts: 512 });
+        assert!(!pace.took(8, Duration::from_secs(1)), "decoding says nothing");
+        assert!(pace.took(512, Duration::from_millis(250)));
+        assert_eq!(pace.budget(), Budget { mixed: 192, prompts: 512 });
+        for _ in 0..20 {
+            pace.took(64, Duration::from_secs(10));
+        }
+        assert_eq!(pace.budget().mixed, LEAST);
+        for _ in 0..40 {
+            pace.took(512, Duration::from_micros(10));
+        }
+        assert_eq!(pace.budget(), Budget { mixed: MOST, prompts: MOST });
+    }
+
+    #[test]
+    fn a_chosen_budget_stays() {
+        let mut pace = Pace::new(7);
+        assert!(!pace.took(512, Duration::from_millis(1)));
+        assert_eq!(pace.budget(), Budget::from(7));
+    }
+}
