@@ -5,7 +5,7 @@ use quern_kernels::{
     sample::{History, Sampled, logprobs, sample_allowed},
 };
 
-use super::{Failure, Finish, Pooling, Request, TokenSet};
+use super::{Failure, Finish, Pooling, Request, Score, TokenSet};
 use crate::sched::Scheduled;
 
 /// A request in progress.
@@ -17,7 +17,7 @@ pub(super) struct Active {
     /// What may come next, where there is a constraint.
     allowed: Option<TokenSet>,
     /// Logprobs of the prompt so far, its first token left out.
-    scores: Vec<(f32, Vec<(u32, f32)>)>,
+    scores: Vec<Score>,
     scores_told: bool,
     /// Sum of the hidden states so far, and of how many.
     sum: (Vec<f64>, usize),
@@ -147,7 +147,7 @@ impl Active {
     }
 
     /// Logprobs of the prompt, once they are complete.
-    pub fn prompt_scores(&mut self) -> Option<Vec<(f32, Vec<(u32, f32)>)>> {
+    pub fn prompt_scores(&mut self) -> Option<Vec<Score>> {
         let complete = self.request.prompt_logprobs.is_some() && !self.scores_left();
         (complete && !std::mem::replace(&mut self.scores_told, true)).then(|| std::mem::take(&mut self.scores))
     }

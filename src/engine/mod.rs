@@ -46,6 +46,9 @@ pub struct Request {
     pub embed: Option<Pooling>,
 }
 
+/// Logprob of a token, and the likeliest tokens in its place with theirs, likeliest first.
+pub type Score = (f32, Vec<(u32, f32)>);
+
 /// How the hidden states of a text (after the final norm) become one vector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pooling {
@@ -84,7 +87,7 @@ pub enum Event {
         /// As returned by [`Generator::add`].
         request: u64,
         /// Of each token but the first: its logprob, and the likeliest tokens in its place with theirs.
-        tokens: Vec<(f32, Vec<(u32, f32)>)>,
+        tokens: Vec<Score>,
     },
     /// The vector of an [embedded](Request::embed) text, `[hidden]`, of no particular length. Then the request finishes.
     Embedding {
