@@ -121,7 +121,7 @@ fn requests(vocab: usize, count: usize) -> Vec<Request> {
         // Some prompts are the same: what differs is the noise.
         let prompt = (0..lengths[i % lengths.len()]).map(|_| random.below(vocab) as u32).collect();
         // Short prompts with long answers outgrow a small cache.
-        let max_tokens = 10 + i % 17 + if i % 3 == 0 { 40 } else { 0 };
+        let max_tokens = 10 + i % 17 + if i.is_multiple_of(3) { 40 } else { 0 };
         Request { prompt, max_tokens, sampling, ignore_eos: true, logprobs: Some(2), ..Request::default() }
     };
     let mut requests: Vec<Request> = (0..count).map(request).collect();

@@ -26,7 +26,9 @@ fn open(file: &Arc<ModelFile>, options: EngineOptions) -> Engine {
 
 /// All events until nothing is left.
 fn events(engine: &mut Engine, requests: &[Request]) -> Vec<Event> {
-    requests.iter().for_each(|r| drop(engine.add(r.clone()).unwrap()));
+    for request in requests {
+        engine.add(request.clone()).unwrap();
+    }
     let mut events = vec![];
     while engine.step(&mut events).unwrap() {}
     events
@@ -227,7 +229,7 @@ fn a_damaged_file_of_beginnings_is_used_as_far_as_it_is_whole() {
     let path = fs::read_dir(&dir).unwrap().next().unwrap().unwrap().path();
     let whole = fs::read(&path).unwrap();
     let entry = (whole.len() - 16) / 6; // six blocks and a short description
-    let mut check = |bytes: &[u8], note: &str, least: u64, most: u64| {
+    let check = |bytes: &[u8], note: &str, least: u64, most: u64| {
         fs::write(&path, bytes).unwrap();
         let mut engine = open(&file, options);
         let said = engine.keep_in(dir.clone());
