@@ -253,7 +253,7 @@ fn a_conversation_is_cut_where_the_context_ends() {
 
 #[test]
 fn the_official_client_works() {
-    const CHECKS: [&str; 4] = ["models", "chat", "completions", "errors"];
+    const CHECKS: [&str; 7] = ["models", "chat", "completions", "echo", "errors", "forms", "vectors"];
     let Ok(python) = env::var("QUERN_OPENAI_PYTHON") else {
         return skip("the_official_client_works", "needs QUERN_OPENAI_PYTHON=python that has the openai package");
     };
@@ -268,5 +268,77 @@ fn the_official_client_works() {
         assert!(out.status.success(), "{text}\n{}", String::from_utf8_lossy(&out.stderr));
         assert_eq!(text.lines().filter(|line| line.starts_with("ok ")).count(), CHECKS.len(), "{text}");
         server.idle().await;
+    });
+}
+
+#[test]
+fn an_echo_has_the_logprobs_of_what_was_generated() {
+    Server::run(async |server| {
+        let prompt =
+            server.ok("/tokenize", json!({"prompt": "The harbour was quiet that evening"})).await["tokens"].clone();
+        let body = json!({"temperature": 0, "logprobs": 2, "ignore_eos": true});
+        let got = server.ok(TEXT, with(body.clone(), json!({"prompt": prompt, "max_tokens": 20}))).await;
+        let written = &got["choices"][0]["logprobs"];
+        let mut all = prompt.clone();
+        for name in written["tokens"].as_array().unwrap() {
+            let token = server.ok("/tokenize", json!({"content": name})).await["tokens"].clone();
+            assert_eq!(token.as_array().unwrap().len(), 1, "{name}");
+            all.as_array_mut().unwrap().push(token[0].clone());
+        }
+        let again = server.ok(TEXT, with(body, json!({"prompt": all, "echo": true, "max_tokens": 0}))).await;
+        let read = &again["choices"][0]["logprobs"];
+        let n = prompt.as_array().unwrap().len();
+        let tail = |list: &str| read[list].as_array().unwrap()[n..].to_vec();
+        for list in ["tokens", "token_logprobs", "top_logprobs"] {
+            assert_eq!(Value::from(tail(list)), written[list], "{list}");
+        }
+        assert_eq!(read["token_logprobs"][0], Value::Null);
+    });
+}
+
+#[test]
+fn vectors_are_the_same_alone_and_together() {
+    Server::run(async |server| {
+        let long = "word and word ".repeat(20);
+        let embed = async |input: Value, pooling: &str| {
+            let body = json!({"input": input, "pooling": pooling});
+            server.ok("/v1/embeddings", body).await["data"].as_array().unwrap().clone()
+        };
+        for pooling in ["mean", "last"] {
+            let all = embed(json!(["The sea", long, "The sea"]), pooling).await;
+            assert_eq!(all[0]["embedding"], all[2]["embedding"]);
+            assert_ne!(all[0]["embedding"], all[1]["embedding"]);
+            for (i, text) in ["The sea", &long].into_iter().enumerate() {
+                assert_eq!(embed(json!(text), pooling).await[0]["embedding"], all[i]["embedding"], "{pooling} {i}");
+            }
+            let squares = all[1]["embedding"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap().powi(2));
+            assert!((squares.sum::<f64>() - 1.0).abs() < 1e-5);
+        }
+        assert_ne!(embed(json!("The sea"), "mean").await, embed(json!("The sea"), "last").await);
+    });
+}
+
+#[test]
+fn answers_keep_to_their_schema() {
+    Server::run(async |server| {
+        let schema = json!({
+            "type": "object",
+            "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "boolean"}},
+            "required": ["kind", "legs"],
+            "additionalProperties": false,
+        });
+        let format =
+            json!({"response_format": {"type": "json_schema", "json_schema": {"name": "pet", "schema": schema}}});
+        let body = with(with(wild(1), format), json!({"n": 6, "max_tokens": 120}));
+        let (forms, free) = tokio::join!(server.ok(CHAT, body), server.ok(CHAT, wild(7)));
+        for answer in answers(&forms) {
+            let pet: Value = serde_json::from_str(&answer).unwrap();
+            assert!(pet["kind"] == "cat" || pet["kind"] == "dog", "{pet}");
+            assert!(pet["legs"].is_boolean() && pet.as_object().unwrap().len() == 2, "{pet}");
+        }
+        assert!(forms["choices"].as_array().unwrap().iter().all(|c| c["finish_reason"] == "stop"));
+        assert_eq!(answers(&free), answers(&server.ok(CHAT, wild(7)).await));
+        let words = server.ok(TEXT, json!({"prompt": "Yes or no?", "guided_choice": ["yes", "no"], "n": 4})).await;
+        assert!(answers(&words).iter().all(|w| w == "yes" || w == "no"), "{words}");
     });
 }
