@@ -9,9 +9,13 @@ use std::{
 };
 
 use clap::{Args, ValueEnum};
-use quern_models::ModelFile;
+use quern_models::{ModelFile, ModelSpec};
 
-use super::{Activations, Kv, Usage, positive, run::RunError, threads};
+use super::{
+    Activations, Kv, Usage, positive,
+    run::{RunError, note},
+    threads,
+};
 use crate::{
     engine::{Engine, EngineOptions, worker::Worker},
     server::{
@@ -89,12 +93,18 @@ pub struct ServeArgs {
     /// Tokens the context of one request holds, prompt and answer [default: the model's, at most 4096]
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, help_heading = "Engine")]
     pub ctx: usize,
-    /// Requests computed at once
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = super::batch, help_heading = "Engine")]
+    /// Requests computed at once, as far as the cache has room
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = super::batch, help_heading = "Engine")]
     pub sequences: usize,
-    /// Most tokens of a step, prompts and answers together
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = positive, help_heading = "Engine")]
-    pub batch_tokens: usize,
+    /// Tokens the KV cache holds, all requests and remembered beginnings together [default: 4 contexts]
+    #[arg(long, value_name = "N", value_parser = positive, help_heading = "Engine")]
+    pub cache_tokens: Option<usize>,
+    /// Folder where computed beginnings are kept when the server ends, and found when it starts
+    #[arg(long, value_name = "DIR", help_heading = "Engine")]
+    pub cache_dir: Option<PathBuf>,
+    /// Most tokens of a step, prompts and answers together [default: what takes 100 ms while answers are written]
+    #[arg(long, value_name = "N", value_parser = positive, help_heading = "Engine")]
+    pub batch_tokens: Option<usize>,
     /// Threads [default: one per fast physical core that this process may use]
     #[arg(short, long, value_name = "N", value_parser = threads, help_heading = "Engine")]
     pub threads: Option<usize>,
@@ -134,7 +144,7 @@ pub fn main(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     if open_to_all {
         server.log("other machines may connect and no key is needed; see --api-key");
     }
-    let (worker, state) = match load(&args, file) {
+    let (worker, state) = match load(&args, file, &|line| server.log(line)) {
         Ok(loaded) => loaded,
         Err(error) => {
             server.abandon();
@@ -145,7 +155,11 @@ pub fn main(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     server.ready(state);
     server.log(&format!("listening on {address} ({device})"));
     let result = server.wait();
-    worker.stop();
+    if let Some(mut engine) = worker.stop()
+        && let Some(kept) = engine.close()?
+    {
+        note(kept);
+    }
     result.map_err(|e| format!("the server ended: {e}").into())
 }
 
@@ -158,7 +172,11 @@ fn open(path: &Path) -> Result<ModelFile, Box<dyn Error>> {
 }
 
 /// Makes the engine; takes its time for a large model.
-fn load(args: &ServeArgs, file: ModelFile) -> Result<(Worker, State), Box<dyn Error>> {
+fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker, State), Box<dyn Error>> {
+    let options = engine_options(args, file.spec());
+    let plan = Engine::memory(&file, &options);
+    say(&plan.to_string());
+    plan.check(options.context_of(file.spec()))?;
     let json = file.tokenizer_json().unwrap_or_default();
     let generation = file.generation();
     let (bos, eos) = (generation.bos_text.as_deref(), generation.eos_text.as_deref());
@@ -170,7 +188,10 @@ fn load(args: &ServeArgs, file: ModelFile) -> Result<(Worker, State), Box<dyn Er
     defaults
         .validate()
         .map_err(|e| format!("{}: the file's sampling defaults cannot be used: {e}", args.file.display()))?;
-    let engine = Engine::new(Arc::new(file), engine_options(args)).map_err(RunError::Open)?;
+    let mut engine = Engine::new(Arc::new(file), options).map_err(RunError::Open)?;
+    if let Some(dir) = &args.cache_dir {
+        say(&engine.keep_in(dir.clone()));
+    }
     let model = ModelInfo {
         name: args.model_name.clone().unwrap_or_else(|| name_of(&args.file)),
         aliases: args.alias.clone(),
@@ -185,16 +206,22 @@ fn load(args: &ServeArgs, file: ModelFile) -> Result<(Worker, State), Box<dyn Er
 }
 
 /// The one place where flags become the engine's options.
-fn engine_options(args: &ServeArgs) -> EngineOptions {
-    EngineOptions {
+fn engine_options(args: &ServeArgs, spec: &ModelSpec) -> EngineOptions {
+    let options = EngineOptions {
         threads: args.threads.unwrap_or(0),
         context: args.ctx,
         sequences: args.sequences,
-        batch_tokens: args.batch_tokens,
+        cache_tokens: 0,
+        batch_tokens: args.batch_tokens.unwrap_or(0),
         activations: args.activations.into(),
         kv: args.kv.into(),
-    }
+    };
+    let contexts = CONTEXTS.min(args.sequences) * options.context_of(spec);
+    EngineOptions { cache_tokens: args.cache_tokens.unwrap_or(contexts), ..options }
 }
+
+/// Whole contexts that the cache has room for where nothing is said.
+const CONTEXTS: usize = 4;
 
 fn http_options(args: &ServeArgs) -> Result<HttpOptions, Box<dyn Error>> {
     /// Connections where nothing is said.
