@@ -29,13 +29,14 @@ fn help_and_version_are_not_errors() {
         "convert",
         "export",
         "run",
+        "serve",
         "bench",
         "eval",
         "info",
         "0 done, 1 failed, 2 wrong usage",
     ]);
     quern(&["--version"]).ok().prints(&[env!("CARGO_PKG_VERSION")]);
-    for name in ["convert", "export", "run", "bench", "eval", "info"] {
+    for name in ["convert", "export", "run", "serve", "bench", "eval", "info"] {
         quern(&[name, "--help"]).ok().prints(&["Usage: quern", name]);
     }
 }
@@ -44,7 +45,7 @@ fn help_and_version_are_not_errors() {
 fn wrong_usage_is_status_2() {
     quern::<&str>(&[]).misused(&["Usage"]);
     quern(&["fly"]).misused(&["fly"]);
-    for name in ["convert", "export", "run", "bench", "eval", "info"] {
+    for name in ["convert", "export", "run", "serve", "bench", "eval", "info"] {
         quern(&[name]).misused(&["required", "Usage"]);
         quern(&[name, "x", "--colour"]).misused(&["--colour"]);
     }

@@ -51,7 +51,9 @@ const PING: Duration = Duration::from_secs(1);
 pub struct Connection {
     /// Whose turn it is.
     pub progress: Rc<Progress>,
-    /// Asks it to make room for another one.
+    /// It was asked to make room for another one.
+    pub leaving: Cell<bool>,
+    /// Asks it.
     pub leave: Notify,
 }
 
@@ -77,12 +79,14 @@ pub async fn serve(server: Arc<Server>, peer: Rc<Peer>, address: Option<SocketAd
     let mut closing = false;
     let result = loop {
         tokio::select! {
+            biased;
             result = http.as_mut() => break result,
             () = connection.leave.notified() => {
-                // It may have got a request in the meantime.
+                // A request that has come is not lost.
                 if connection.progress.get().0 != Turn::Request {
                     return;
                 }
+                connection.leaving.set(false);
             }
             _ = stage.wait_for(|&s| s == Stage::Closing), if !closing => {
                 closing = true;
@@ -481,5 +485,21 @@ impl Events {
             return Poll::Ready(Some(Ok(Bytes::from_static(b": ping\n\n"))));
         }
         Poll::Pending
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_an_error_of_one_future() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        let late = async {
+            tokio::task::yield_now().await;
+            assert!(std::hint::black_box(false), "this panic is part of a test");
+        };
+        assert_eq!(runtime.block_on(Caught(Box::pin(late))), Err(()));
+        assert_eq!(runtime.block_on(Caught(Box::pin(async { 7 }))), Ok(7));
     }
 }

@@ -397,16 +397,22 @@ impl Accepting {
         Rc::new(Accepting { server, open: RefCell::default(), refusing: Cell::new(0), changed: Notify::new() })
     }
 
+    /// Whether no connection may be added.
+    fn full(&self) -> bool {
+        let staying = self.open.borrow().values().filter(|c| !c.leaving.get()).count();
+        staying >= self.server.options.max_connections
+    }
+
     /// Closes the connection that has waited longest for its client; false where all have a request in progress.
     fn make_room(&self) -> bool {
-        let mut open = self.open.borrow_mut();
-        let waiting = open.iter().filter_map(|(&id, c)| match c.progress.get() {
+        let open = self.open.borrow();
+        let waiting = open.values().filter_map(|c| match c.progress.get() {
             (Turn::Request, _) => None,
-            (_, since) => Some((since, id)),
+            (_, since) => (!c.leaving.get()).then_some((since, c)),
         });
-        let Some((_, id)) = waiting.min() else { return false };
-        // It is out of the list, so that it is not asked twice.
-        open.remove(&id).expect("it was found there").leave.notify_one();
+        let Some((_, connection)) = waiting.min_by_key(|(since, _)| *since) else { return false };
+        connection.leaving.set(true);
+        connection.leave.notify_one();
         true
     }
 
@@ -429,8 +435,7 @@ async fn accept(accepting: Rc<Accepting>, socket: Socket) {
         match accepted {
             Ok((peer, address)) => {
                 starved = false;
-                let full = accepting.open.borrow().len() >= server.options.max_connections;
-                if full && !accepting.make_room() {
+                if accepting.full() && !accepting.make_room() {
                     refuse(&accepting, peer);
                 } else {
                     connect(&accepting, id, peer, address);
@@ -459,7 +464,11 @@ fn no_descriptors(error: &io::Error) -> bool {
 }
 
 fn connect(accepting: &Rc<Accepting>, id: u64, peer: Peer, address: Option<SocketAddr>) {
-    let connection = Rc::new(Connection { progress: Rc::new(Progress::connected()), leave: Notify::new() });
+    let connection = Rc::new(Connection {
+        progress: Rc::new(Progress::connected()),
+        leaving: Cell::new(false),
+        leave: Notify::new(),
+    });
     accepting.open.borrow_mut().insert(id, connection.clone());
     let accepting = accepting.clone();
     spawn_local(async move {

@@ -2,3 +2,5 @@
 
 mod api;
 mod front;
+mod hostile;
+mod server;
