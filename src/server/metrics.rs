@@ -388,4 +388,24 @@ mod tests {
         assert_eq!(samples["quern:http_requests_total{code=\"200\"}"], 4.0);
         assert!(samples["process_resident_memory_bytes"] > 1e6);
     }
+
+    #[test]
+    fn the_board_asks_for_what_there_is() {
+        let text = Metrics::default().render(&Stats::default(), "m", &[(200, 1)].into());
+        let samples = parsed(&text);
+        let board: serde_json::Value = serde_json::from_str(include_str!("grafana.json")).expect("JSON");
+        let mut asked = 0;
+        for target in
+            board["panels"].as_array().expect("panels").iter().flat_map(|p| p["targets"].as_array().expect("targets"))
+        {
+            let expr = target["expr"].as_str().expect("an expression");
+            let word = |c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == ':');
+            let names = expr.split(word).filter(|w| ["vllm:", "quern:", "process_"].iter().any(|p| w.starts_with(p)));
+            for name in names {
+                asked += 1;
+                assert!(samples.keys().any(|s| s.split('{').next() == Some(name)), "{name} of {expr}");
+            }
+        }
+        assert!(asked > 20, "{asked}");
+    }
 }

@@ -78,10 +78,6 @@ impl Server {
         wait_for(&format!("{part:?} in the log: {:?}", self.lines.lock().unwrap()), so);
     }
 
-    pub fn address(&self) -> &str {
-        &self.address
-    }
-
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
