@@ -17,6 +17,8 @@ pub use constraint::{Constraint, Grammar, TokenSet};
 pub use memory::MemoryPlan;
 pub use run::{Engine, EngineOptions, OpenError};
 
+use std::time::Instant;
+
 use quern_kernels::sample::{SampleError, SamplingParams};
 
 /// One text to continue.
@@ -81,6 +83,8 @@ pub enum Event {
         request: u64,
         /// Tokens of the prompt that another request had computed.
         cached: usize,
+        /// When: the event comes with those of the first step, which takes its time.
+        at: Instant,
     },
     /// Logprobs of the prompt, where they were asked for.
     Prompt {

@@ -162,8 +162,9 @@ impl Engine {
     /// Plans and runs one step; returns what each scheduled sequence got.
     fn run(&mut self, events: &mut Vec<Event>) -> Result<Vec<(Scheduled, ChunkOutput)>, EngineError> {
         let step = self.scheduler.schedule();
+        let at = Instant::now();
         for &(request, cached) in &step.started {
-            events.push(Event::Started { request, cached });
+            events.push(Event::Started { request, cached, at });
         }
         let shares = self.masked(step, events);
         if shares.is_empty() {

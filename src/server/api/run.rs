@@ -115,10 +115,10 @@ impl Run {
             return Ok(());
         }
         match event {
-            Event::Started { cached, .. } => {
+            Event::Started { cached, at, .. } => {
                 choice.cached = cached;
-                choice.started = Some(now);
-                self.started.get_or_insert(now);
+                choice.started = Some(at);
+                self.started.get_or_insert(at);
             }
             Event::Prompt { tokens, .. } => self.ready.push_back((at, Update::Prompt(tokens))),
             Event::Embedding { values, .. } => self.ready.push_back((at, Update::Embedding(values))),

@@ -59,7 +59,7 @@ impl Generator for Fake {
                 continue;
             }
             if at == 0 {
-                events.push(Event::Started { request, cached: 2.min(r.prompt.len() - 1) });
+                events.push(Event::Started { request, cached: 2.min(r.prompt.len() - 1), at: Instant::now() });
                 if let Some(n) = r.prompt_logprobs {
                     let of = |(i, &t): (usize, &u32)| (-(i as f32), (0..n as u32).map(|k| (t + k, -0.5)).collect());
                     events
