@@ -52,7 +52,7 @@ pub struct ServeArgs {
     /// File with such keys, one per line
     #[arg(long, value_name = "FILE", help_heading = "Network")]
     pub api_key_file: Option<PathBuf>,
-    /// Origin of web pages that may ask, e.g. https://chat.example.org, or *; repeatable
+    /// Origin of web pages that may ask, e.g. `https://chat.example.org`, or *; repeatable
     #[arg(long, value_name = "ORIGIN", help_heading = "Network")]
     pub cors: Vec<String>,
     /// Most connections open at once [default: 1024, less where fewer files may be open]

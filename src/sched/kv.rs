@@ -9,7 +9,7 @@
 //! could where only hashes are chained. Blocks whose text has ended before they were full are remembered too: whoever
 //! begins like them copies.
 //!
-//! Invariants, asserted by [`KvPool::check`] after every step of the simulations:
+//! Invariants, asserted by `KvPool::check` after every step of the simulations:
 //! 1. A block is idle if and only if nobody holds it; the count of holders is that of the lists it stands in.
 //! 2. Only computed tokens are remembered, a remembered block is never written to, and reuse forgets it first.
 //! 3. Among idle blocks the forgotten ones come first, then those unused for longest; the end of a text goes before
