@@ -17,7 +17,7 @@ use super::{
     threads,
 };
 use crate::{
-    engine::{Engine, EngineOptions, worker::Worker},
+    engine::{Engine, EngineOptions, OpenError, worker::Worker},
     server::{
         ModelInfo, State, api,
         gate::Gate,
@@ -155,7 +155,10 @@ pub fn main(args: ServeArgs) -> Result<(), Box<dyn Error>> {
     server.ready(state);
     server.log(&format!("listening on {address} ({device})"));
     let result = server.wait();
+    // What a failed engine has in its cache is not worth a file that was good.
+    let failed = worker.handle().failure().is_some();
     if let Some(mut engine) = worker.stop()
+        && !failed
         && let Some(kept) = engine.close()?
     {
         note(kept);
@@ -173,6 +176,10 @@ fn open(path: &Path) -> Result<ModelFile, Box<dyn Error>> {
 
 /// Makes the engine; takes its time for a large model.
 fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker, State), Box<dyn Error>> {
+    let most = file.spec().max_context;
+    if args.ctx > most {
+        return Err(RunError::Open(OpenError::Context { asked: args.ctx, most }).into());
+    }
     let options = engine_options(args, file.spec());
     let plan = Engine::memory(&file, &options);
     say(&plan.to_string());
@@ -216,7 +223,7 @@ fn engine_options(args: &ServeArgs, spec: &ModelSpec) -> EngineOptions {
         activations: args.activations.into(),
         kv: args.kv.into(),
     };
-    let contexts = CONTEXTS.min(args.sequences) * options.context_of(spec);
+    let contexts = CONTEXTS.min(args.sequences).saturating_mul(options.context_of(spec));
     EngineOptions { cache_tokens: args.cache_tokens.unwrap_or(contexts), ..options }
 }
 

@@ -56,6 +56,9 @@ impl Keep {
 
     /// Blocks restored, and why the rest was not.
     fn read(&self, pool: &mut KvPool, executor: &mut dyn Executor) -> io::Result<(usize, Option<String>)> {
+        if !fs::metadata(&self.path)?.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "expected a regular file, got something else"));
+        }
         let mut from = BufReader::new(File::open(&self.path)?);
         let invalid = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_string());
         let mut head = [0; 16];
@@ -119,7 +122,9 @@ impl Keep {
 
     fn write(&self, path: &Path, pool: &KvPool, executor: &mut dyn Executor) -> io::Result<usize> {
         let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(true);
+        // Left over from a killed process of this number, or put there by somebody.
+        let _ = fs::remove_file(path);
+        options.write(true).create_new(true);
         #[cfg(unix)]
         std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
         let mut to = BufWriter::new(options.open(path)?);

@@ -49,7 +49,7 @@ impl MemoryPlan {
             cache: block.saturating_mul(blocks as u64),
             scratch: scratch(spec, options),
             available: available(),
-            tokens: blocks * BLOCK,
+            tokens: blocks.saturating_mul(BLOCK),
             token_bytes: block / BLOCK as u64,
         }
     }
@@ -62,7 +62,7 @@ impl MemoryPlan {
     /// Refuses a plan that does not fit; `context` are the tokens that the cache must hold at least.
     pub fn check(&self, context: usize) -> Result<(), TooLarge> {
         let Some(available) = self.available.filter(|&a| a < self.needed()) else { return Ok(()) };
-        let left = available.saturating_sub(self.weights + self.scratch);
+        let left = available.saturating_sub(self.weights.saturating_add(self.scratch));
         let tokens = (left / self.token_bytes.max(1)) as usize / BLOCK * BLOCK;
         let advice = if tokens >= context {
             format!("--cache-tokens {tokens} would fit")
@@ -98,7 +98,8 @@ fn scratch(spec: &ModelSpec, options: &EngineOptions) -> u64 {
     let rows = if options.batch_tokens == 0 { 2048 } else { options.batch_tokens }.max(options.sequences);
     let row = 3 * spec.hidden + widest.max().unwrap_or(0);
     let logits = spec.vocab.saturating_mul(options.sequences.max(64));
-    (4u64).saturating_mul((rows as u64).saturating_mul(row as u64).saturating_add(logits as u64)) + (32 << 20)
+    let numbers = (rows as u64).saturating_mul(row as u64).saturating_add(logits as u64);
+    numbers.saturating_mul(4).saturating_add(32 << 20)
 }
 
 /// Memory that can be had: what the system calls available, or what is left to this process's group if that is less.
@@ -106,10 +107,18 @@ fn available() -> Option<u64> {
     let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let info = std::fs::read_to_string("/proc/meminfo").ok();
     let system = info.as_deref().and_then(meminfo);
+    // Pages of files are given back when others need them, the mapped weights among them.
+    let stat = std::fs::read_to_string("/sys/fs/cgroup/memory.stat").unwrap_or_default();
+    let files: u64 = ["inactive_file ", "active_file "].iter().filter_map(|field| stat_of(&stat, field)).sum();
     let group = number("/sys/fs/cgroup/memory.max")
         .zip(number("/sys/fs/cgroup/memory.current"))
-        .map(|(most, used)| most.saturating_sub(used));
+        .map(|(most, used)| most.saturating_sub(used.saturating_sub(files)));
     [system, group].into_iter().flatten().min()
+}
+
+/// A field of memory.stat, bytes.
+fn stat_of(text: &str, field: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.strip_prefix(field))?.trim().parse().ok()
 }
 
 fn meminfo(text: &str) -> Option<u64> {
@@ -129,6 +138,7 @@ mod tests {
     fn what_the_system_says_is_read() {
         assert_eq!(meminfo("MemTotal: 5 kB\nMemAvailable:   2048 kB\nBuffers: 1 kB\n"), Some(2048 << 10));
         assert_eq!(meminfo("MemTotal: 5 kB\n"), None);
+        assert_eq!(stat_of("anon 7\nactive_file 12\ninactive_file 5\n", "active_file "), Some(12));
         if cfg!(target_os = "linux") {
             assert!(available().is_some_and(|bytes| bytes > 1 << 20));
         }

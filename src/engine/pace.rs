@@ -37,10 +37,10 @@ impl Pace {
         self.budget
     }
 
-    /// A step took so long; whether the budget changes.
-    pub fn took(&mut self, tokens: usize, time: Duration) -> bool {
-        // Steps of a few rows wait for memory and say nothing about prompts.
-        if self.fixed.is_some() || tokens < LEAST {
+    /// A step took so long, `prompts` of its tokens being those of prompts; whether the budget changes.
+    pub fn took(&mut self, tokens: usize, prompts: usize, time: Duration) -> bool {
+        // Steps of a few rows, or of mostly answers, say nothing about prompts.
+        if self.fixed.is_some() || tokens < LEAST || prompts * 2 < tokens {
             return false;
         }
         let rate = tokens as f64 / time.as_secs_f64().max(1e-6);
@@ -60,15 +60,16 @@ mod tests {
     fn the_budget_follows_the_machine() {
         let mut pace = Pace::new(0);
         assert_eq!(pace.budget(), Budget { mixed: 128, prompts: 512 });
-        assert!(!pace.took(8, Duration::from_secs(1)), "decoding says nothing");
-        assert!(pace.took(512, Duration::from_millis(250)));
+        assert!(!pace.took(8, 8, Duration::from_secs(1)), "few tokens say nothing");
+        assert!(!pace.took(64, 20, Duration::from_secs(1)), "decoding says nothing");
+        assert!(pace.took(512, 512, Duration::from_millis(250)));
         assert_eq!(pace.budget(), Budget { mixed: 192, prompts: 512 });
         for _ in 0..20 {
-            pace.took(64, Duration::from_secs(10));
+            pace.took(64, 60, Duration::from_secs(10));
         }
         assert_eq!(pace.budget().mixed, LEAST);
         for _ in 0..40 {
-            pace.took(512, Duration::from_micros(10));
+            pace.took(512, 512, Duration::from_micros(10));
         }
         assert_eq!(pace.budget(), Budget { mixed: MOST, prompts: MOST });
     }
@@ -76,7 +77,7 @@ mod tests {
     #[test]
     fn a_chosen_budget_stays() {
         let mut pace = Pace::new(7);
-        assert!(!pace.took(512, Duration::from_millis(1)));
+        assert!(!pace.took(512, 512, Duration::from_millis(1)));
         assert_eq!(pace.budget(), Budget::from(7));
     }
 }

@@ -188,7 +188,8 @@ impl Engine {
         let tokens = shares.iter().map(|s| s.count).sum();
         self.stats.steps += 1;
         self.stats.computed += tokens as u64;
-        if self.pace.took(tokens, start.elapsed()) {
+        let prompts = shares.iter().map(|s| s.count).filter(|&count| count > 1).sum();
+        if self.pace.took(tokens, prompts, start.elapsed()) {
             self.scheduler.set_budget(self.pace.budget());
         }
         Ok(shares.into_iter().zip(outputs).collect())

@@ -6,6 +6,7 @@
 
 use std::{
     collections::HashMap,
+    panic::AssertUnwindSafe,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -144,10 +145,14 @@ impl Worker {
         let handle = Handle { commands, shared: shared.clone() };
         let work = move || {
             let mut thread = Thread { engine, commands: received, shared, requests: HashMap::new() };
-            thread.run();
+            // A panic is a bug, and everybody must learn of it: those who wait, those to come, and /health.
+            if std::panic::catch_unwind(AssertUnwindSafe(|| thread.run())).is_err() {
+                thread.fail("it panicked; the log says where");
+            }
             thread.engine
         };
-        let thread = std::thread::Builder::new().name("engine".into()).spawn(work)?;
+        // Grammars are followed here, and they may be deeply nested. A stack that is not touched costs nothing.
+        let thread = std::thread::Builder::new().name("engine".into()).stack_size(STACK).spawn(work)?;
         Ok(Worker { handle, thread })
     }
 
@@ -224,6 +229,20 @@ impl Handle {
     }
 }
 
+/// Stack of the engine's thread, bytes.
+const STACK: usize = 512 << 20;
+
+/// An error with its causes.
+fn chain(error: &EngineError) -> String {
+    let mut reason = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(e) = cause {
+        reason += &format!(": {e}");
+        cause = e.source();
+    }
+    reason
+}
+
 fn next_id() -> u64 {
     static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -264,7 +283,7 @@ impl Thread {
             *lock(&self.shared.stats) = self.engine.stats();
             events.drain(..).for_each(|event| self.deliver(event));
             if let Err(error) = stepped {
-                return self.fail(&error);
+                return self.fail(&chain(&error));
             }
         }
     }
@@ -336,14 +355,13 @@ impl Thread {
     }
 
     /// Tells everybody, now and later.
-    fn fail(&mut self, error: &EngineError) {
-        let mut reason = error.to_string();
-        let mut cause = std::error::Error::source(error);
-        while let Some(e) = cause {
-            reason += &format!(": {e}");
-            cause = e.source();
-        }
+    fn fail(&mut self, reason: &str) {
+        let reason = reason.to_string();
         *lock(&self.shared.failed) = Some(reason.clone());
+        {
+            let mut stats = lock(&self.shared.stats);
+            (stats.running, stats.blocks_held) = (0, 0);
+        }
         let failed = |request| Event::Failed { request, error: Failure::Engine(reason.clone()) };
         self.end_all(failed);
         // Whoever came meanwhile.
@@ -358,5 +376,47 @@ impl Thread {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Panics in its second step.
+    struct Broken(usize);
+
+    impl Generator for Broken {
+        fn add(&mut self, _: Request) -> Result<u64, EngineError> {
+            Ok(0)
+        }
+
+        fn cancel(&mut self, _: u64) {}
+
+        fn step(&mut self, _: &mut Vec<Event>) -> Result<bool, EngineError> {
+            self.0 += 1;
+            assert!(self.0 < 2, "a bug");
+            Ok(true)
+        }
+
+        fn max_context(&self) -> usize {
+            100
+        }
+    }
+
+    #[test]
+    fn a_panic_of_the_engine_reaches_everybody() {
+        let worker = Worker::start(Box::new(Broken(0)), 2).unwrap();
+        let handle = worker.handle();
+        let request = || Request { prompt: vec![1], max_tokens: 5, ..Request::default() };
+        let mut waiting = handle.submit(vec![request()]).unwrap();
+        let failed =
+            |e| matches!(e, Some(Event::Failed { error: Failure::Engine(reason), .. }) if reason.contains("panicked"));
+        assert!(failed(waiting.next_blocking()));
+        assert!(waiting.next_blocking().is_none());
+        assert!(handle.failure().is_some());
+        assert_eq!((handle.stats().waiting, handle.open()), (0, 0));
+        assert!(matches!(handle.submit(vec![request()]), Err(Refused::Failed(_))));
+        assert!(worker.stop().is_some());
     }
 }

@@ -275,7 +275,7 @@ impl Scheduler {
             let tokens = held.min(s.tokens.len());
             self.pool.grow(&mut s.blocks, tokens).expect("there is room");
             step.copies.extend(hit.part.map(|(from, _)| (from, s.blocks[at])));
-            if s.looks_up {
+            if s.looks_up && !s.started {
                 self.counts.looked_up += s.tokens.len() as u64;
                 self.counts.found += found as u64;
             }

@@ -4,3 +4,4 @@ mod api;
 mod front;
 mod hostile;
 mod server;
+mod soak;

@@ -114,7 +114,11 @@ impl Params {
             true => vec![],
             false => state.text.stop_ids().to_vec(),
         };
-        for (i, value) in fields.list("stop_token_ids")?.into_iter().flatten().enumerate() {
+        let more = fields.list("stop_token_ids")?.map_or(&[][..], Vec::as_slice);
+        if more.len() > MOST_STOP_IDS {
+            return Err(fields.wrong("stop_token_ids", &format!("at most {MOST_STOP_IDS} token ids")));
+        }
+        for (i, value) in more.iter().enumerate() {
             stop_ids.push(token(value, vocab, &format!("stop_token_ids[{i}]"))?);
         }
         Ok(Params {
@@ -204,6 +208,12 @@ fn sampling(fields: Fields<'_>, defaults: &SamplingParams, vocab: usize) -> Resu
 }
 
 /// OpenAI's object of token ids and numbers, or llama-server's list of pairs, where `false` forbids a token.
+/// Most tokens that may end an answer beyond the model's own.
+const MOST_STOP_IDS: usize = 128;
+
+/// Most tokens with a bias.
+const MOST_BIASES: usize = 4096;
+
 fn logit_bias(fields: Fields<'_>, vocab: usize) -> Result<Vec<(u32, f32)>, ApiError> {
     let bias = |value: &Value, path: String| match (value, value.as_f64()) {
         (Value::Bool(false), _) => Ok(f32::NEG_INFINITY),
@@ -212,6 +222,15 @@ fn logit_bias(fields: Fields<'_>, vocab: usize) -> Result<Vec<(u32, f32)>, ApiEr
         _ => Err(wrong(&path, value, "a number from -100 (never) to 100")),
     };
     let mut out = vec![];
+    let count = match fields.get("logit_bias") {
+        Some(Value::Object(map)) => map.len(),
+        Some(Value::Array(pairs)) => pairs.len(),
+        _ => 0,
+    };
+    // Each choice has its own copy.
+    if count > MOST_BIASES {
+        return Err(fields.wrong("logit_bias", &format!("at most {MOST_BIASES} token ids")));
+    }
     match fields.get("logit_bias") {
         None => {}
         Some(Value::Object(map)) => {
