@@ -4,6 +4,7 @@
 pub mod cli;
 pub mod engine;
 pub mod grammar;
+pub mod random;
 pub mod sched;
 pub mod server;
 pub mod text;

@@ -105,10 +105,7 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
 /// Why the file's tokenizer or chat template cannot be used, if so: better known now than on the box.
 fn text_trouble(path: &Path) -> Option<String> {
     let file = open(path).ok()?;
-    let g = file.generation();
-    let (bos, eos) = (g.bos_text.as_deref(), g.eos_text.as_deref());
-    let text = TextModel::new(file.tokenizer_json()?, file.chat_template(), bos, eos, &g.eos);
-    text.err().map(|e| e.to_string())
+    TextModel::of(&file).err().map(|e| e.to_string())
 }
 
 /// `NAME.qrn`, from the source's own name or, where that says nothing, its directory's.

@@ -10,11 +10,11 @@ pub mod serve;
 
 use std::{error::Error, path::Path};
 
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use quern_kernels::cpu::{acts::Mode, kv::KvType};
 use quern_models::{FormatError, ModelFile};
 
-use crate::engine::OpenError;
+use crate::engine::{EngineOptions, OpenError};
 
 /// Quantized language models in one file, run on a CPU.
 #[derive(Debug, Parser)]
@@ -82,6 +82,36 @@ impl From<Kv> for KvType {
             Kv::F16 => KvType::F16,
             Kv::F32 => KvType::F32,
             Kv::Int8 => KvType::Int8,
+        }
+    }
+}
+
+/// Flags of the commands that run an engine.
+#[derive(Debug, Clone, Args)]
+pub struct EngineArgs {
+    /// Tokens the context holds, prompt and answer [default: the model's, at most 4096]
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, help_heading = "Engine")]
+    pub ctx: usize,
+    /// Threads [default: one per fast physical core that this process may use]
+    #[arg(short, long, value_name = "N", value_parser = threads, help_heading = "Engine")]
+    pub threads: Option<usize>,
+    /// Activations of integer weights
+    #[arg(long, value_enum, default_value = "int8", help_heading = "Engine")]
+    pub activations: Activations,
+    /// Keys and values
+    #[arg(long, value_enum, default_value = "f16", help_heading = "Engine")]
+    pub kv: Kv,
+}
+
+impl EngineArgs {
+    /// What they say to an engine.
+    pub fn options(&self) -> EngineOptions {
+        EngineOptions {
+            threads: self.threads.unwrap_or(0),
+            context: self.ctx,
+            activations: self.activations.into(),
+            kv: self.kv.into(),
+            ..EngineOptions::default()
         }
     }
 }

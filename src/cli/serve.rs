@@ -12,9 +12,8 @@ use clap::{Args, ValueEnum};
 use quern_models::{ModelFile, ModelSpec};
 
 use super::{
-    Activations, Kv, Usage, positive,
+    EngineArgs, Usage, positive,
     run::{RunError, note},
-    threads,
 };
 use crate::{
     engine::{Engine, EngineOptions, OpenError, worker::Worker},
@@ -90,9 +89,6 @@ pub struct ServeArgs {
     #[arg(long, value_enum, default_value = "text", help_heading = "Requests")]
     pub log: LogStyle,
 
-    /// Tokens the context of one request holds, prompt and answer [default: the model's, at most 4096]
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, help_heading = "Engine")]
-    pub ctx: usize,
     /// Requests computed at once, as far as the cache has room
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = super::batch, help_heading = "Engine")]
     pub sequences: usize,
@@ -105,15 +101,9 @@ pub struct ServeArgs {
     /// Most tokens of a step, prompts and answers together [default: what takes 100 ms while answers are written]
     #[arg(long, value_name = "N", value_parser = positive, help_heading = "Engine")]
     pub batch_tokens: Option<usize>,
-    /// Threads [default: one per fast physical core that this process may use]
-    #[arg(short, long, value_name = "N", value_parser = threads, help_heading = "Engine")]
-    pub threads: Option<usize>,
-    /// Activations of integer weights
-    #[arg(long, value_enum, default_value = "int8", help_heading = "Engine")]
-    pub activations: Activations,
-    /// Keys and values
-    #[arg(long, value_enum, default_value = "f16", help_heading = "Engine")]
-    pub kv: Kv,
+    /// How the model is run.
+    #[command(flatten)]
+    pub engine: EngineArgs,
 }
 
 /// How lines look.
@@ -177,21 +167,19 @@ fn open(path: &Path) -> Result<ModelFile, Box<dyn Error>> {
 /// Makes the engine; takes its time for a large model.
 fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker, State), Box<dyn Error>> {
     let most = file.spec().max_context;
-    if args.ctx > most {
-        return Err(RunError::Open(OpenError::Context { asked: args.ctx, most }).into());
+    if args.engine.ctx > most {
+        return Err(RunError::Open(OpenError::Context { asked: args.engine.ctx, most }).into());
     }
     let options = engine_options(args, file.spec());
     let plan = Engine::memory(&file, &options);
     say(&plan.to_string());
     plan.check(options.context_of(file.spec()))?;
-    let json = file.tokenizer_json().unwrap_or_default();
-    let generation = file.generation();
-    let (bos, eos) = (generation.bos_text.as_deref(), generation.eos_text.as_deref());
-    let mut text = TextModel::new(json, file.chat_template(), bos, eos, &generation.eos)?;
+    let text = TextModel::of(&file)?;
+    let mut text = text.ok_or_else(|| RunError::NoTokenizer { path: args.file.clone() })?;
     if args.raw {
         text = text.raw();
     }
-    let defaults = api::defaults(generation);
+    let defaults = api::defaults(file.generation());
     defaults
         .validate()
         .map_err(|e| format!("{}: the file's sampling defaults cannot be used: {e}", args.file.display()))?;
@@ -215,13 +203,9 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
 /// The one place where flags become the engine's options.
 fn engine_options(args: &ServeArgs, spec: &ModelSpec) -> EngineOptions {
     let options = EngineOptions {
-        threads: args.threads.unwrap_or(0),
-        context: args.ctx,
         sequences: args.sequences,
-        cache_tokens: 0,
         batch_tokens: args.batch_tokens.unwrap_or(0),
-        activations: args.activations.into(),
-        kv: args.kv.into(),
+        ..args.engine.options()
     };
     let contexts = CONTEXTS.min(args.sequences).saturating_mul(options.context_of(spec));
     EngineOptions { cache_tokens: args.cache_tokens.unwrap_or(contexts), ..options }

@@ -1,6 +1,6 @@
 //! The engine: requests in, tokens out, step by step on one thread.
 
-use std::{collections::BTreeMap, hash::BuildHasher, path::PathBuf, sync::Arc, time::Instant};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Instant};
 
 use quern_kernels::{
     cpu::{
@@ -18,6 +18,7 @@ use super::{
     memory::MemoryPlan,
     pace::Pace,
 };
+use crate::random;
 use crate::sched::{Arrival, KvPool, Node, Scheduled, Scheduler, Step};
 
 /// How an engine runs a model.
@@ -129,7 +130,7 @@ impl Engine {
             ended: vec![],
             next: 0,
             context,
-            secret: std::collections::hash_map::RandomState::new().hash_one(0),
+            secret: random::unforeseen(),
             pace,
             stats: Stats::default(),
             keep: None,

@@ -94,12 +94,6 @@ impl Submission {
         self.seen(event)
     }
 
-    /// The next event if there is one already.
-    pub fn try_next(&mut self) -> Option<Event> {
-        let event = self.events.try_recv().ok();
-        if event.is_some() { self.seen(event) } else { None }
-    }
-
     fn seen(&mut self, event: Option<Event>) -> Option<Event> {
         match &event {
             None => self.left = 0,

@@ -3,6 +3,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use super::*;
+use crate::random::Random;
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/models/smollm2-gptq-2layer/tokenizer.json");
 
@@ -31,19 +32,6 @@ fn factory(json: &[u8], padding: usize) -> GrammarFactory {
     let text = TextModel::new(json, None, None, None, &[end, 0]).unwrap();
     let vocab = text.tokenizer().vocab_size() + padding;
     GrammarFactory::new(Arc::new(text), vocab)
-}
-
-/// Numbers without a pattern (splitmix64), the same in every run.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((z ^ (z >> 31)) % limit as u64) as usize
-    }
 }
 
 fn members(set: &TokenSet) -> Vec<u32> {
@@ -88,7 +76,7 @@ fn walk(factory: &GrammarFactory, constraint: &Constraint, random: &mut Random, 
 }
 
 fn walks(factory: &GrammarFactory, constraint: &Constraint, count: usize, seed: u64, check: impl Fn(&str)) {
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let mut complete = 0;
     for _ in 0..count {
         let (text, ended) = walk(factory, constraint, &mut random, 120);
@@ -197,7 +185,7 @@ fn the_mask_is_what_trying_each_token_gives() {
         factory.json_object().unwrap(),
         factory.regex(r"(foo|b.?r)+\d{2,4}").unwrap(),
     ];
-    let mut random = Random(8);
+    let mut random = Random::new(8);
     for constraint in grammars {
         for _ in 0..3 {
             let mut grammar = constraint.clone().0;
@@ -386,7 +374,7 @@ fn hostile_grammars_cost_little() {
         let outcome = match compiled {
             Err(e) => e.to_string(),
             Ok(constraint) => {
-                let mut random = Random(9);
+                let mut random = Random::new(9);
                 let mut grammar = constraint.0;
                 let mut steps = 0;
                 let mut set = TokenSet::new(factory.0.vocab);

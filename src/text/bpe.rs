@@ -8,9 +8,9 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BinaryHeap, HashMap, hash_map::RandomState},
+    collections::{BinaryHeap, HashMap},
     fmt,
-    hash::{BuildHasher, BuildHasherDefault, Hasher},
+    hash::{BuildHasherDefault, Hasher},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -231,7 +231,7 @@ impl<'de> Visitor<'de> for ModelVisitor {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Bpe, A::Error> {
         let (mut tables, mut typed, mut merged) = (Tables::default(), false, false);
-        tables.vocab.seed = RandomState::new().hash_one(0);
+        tables.vocab.seed = crate::random::unforeseen();
         while let Some(key) = map.next_key::<String>()? {
             match key.as_str() {
                 "type" if map.next_value::<String>()? == "BPE" => typed = true,
@@ -414,26 +414,17 @@ mod tests {
     use tokenizers::models::bpe::BPE;
 
     use super::*;
-
-    /// A small generator: the tests need variety, not quality.
-    struct Dice(u64);
-
-    impl Dice {
-        fn roll(&mut self, below: usize) -> usize {
-            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (self.0 >> 33) as usize % below
-        }
-    }
+    use crate::random::Random;
 
     /// A vocabulary of some letters and what random merges make of them.
-    fn model(dice: &mut Dice) -> Value {
+    fn model(dice: &mut Random) -> Value {
         let mut tokens: Vec<String> = ["a", "b", "c", "é", "你", "<unk>"].map(String::from).to_vec();
-        tokens.extend((0..=255).filter(|_| dice.roll(3) > 0).map(|b: u8| format!("<0x{b:02X}>")));
+        tokens.extend((0..=255).filter(|_| dice.below(3) > 0).map(|b: u8| format!("<0x{b:02X}>")));
         let letters = 5;
         let mut made: Vec<usize> = (0..letters).collect();
         let mut merges: Vec<(String, String)> = vec![];
-        for _ in 0..dice.roll(60) {
-            let (a, b) = (tokens[made[dice.roll(made.len())]].clone(), tokens[made[dice.roll(made.len())]].clone());
+        for _ in 0..dice.below(60) {
+            let (a, b) = (tokens[made[dice.below(made.len())]].clone(), tokens[made[dice.below(made.len())]].clone());
             let both = format!("{a}{b}");
             // Sometimes another way to a token that is there, or a pair twice.
             if !tokens.contains(&both) {
@@ -443,15 +434,15 @@ mod tests {
             merges.push((a, b));
         }
         for i in (1..tokens.len()).rev() {
-            tokens.swap(i, dice.roll(i + 1)); // ids say nothing about ranks
+            tokens.swap(i, dice.below(i + 1)); // ids say nothing about ranks
         }
         let vocab: serde_json::Map<String, Value> =
             tokens.into_iter().enumerate().map(|(id, token)| (token, id.into())).collect();
-        let merges = match dice.roll(2) {
+        let merges = match dice.below(2) {
             0 => json!(merges),
             _ => merges.iter().map(|(a, b)| format!("{a} {b}")).collect(),
         };
-        let mut flag = || dice.roll(2) == 0;
+        let mut flag = || dice.below(2) == 0;
         json!({"type": "BPE", "dropout": null, "unk_token": if flag() { Some("<unk>") } else { None },
             "continuing_subword_prefix": if flag() { Some("") } else { None }, "end_of_word_suffix": null,
             "fuse_unk": flag(), "byte_fallback": flag(), "ignore_merges": flag(), "vocab": vocab, "merges": merges})
@@ -459,14 +450,14 @@ mod tests {
 
     #[test]
     fn random_models_are_the_librarys() {
-        let mut dice = Dice(1);
+        let mut dice = Random::new(1);
         for round in 0..300 {
             let json = model(&mut dice).to_string();
             let ours: Bpe = serde_json::from_str(&json).unwrap();
             let theirs: BPE = serde_json::from_str(&json).unwrap();
             for _ in 0..20 {
                 let letters = ['a', 'b', 'c', 'a', 'b', 'c', 'é', '你', 'x', 'ß', '好'];
-                let text: String = (0..dice.roll(30)).map(|_| letters[dice.roll(letters.len())]).collect();
+                let text: String = (0..dice.below(30)).map(|_| letters[dice.below(letters.len())]).collect();
                 let (ours, theirs) = (ours.tokenize(&text).unwrap(), theirs.tokenize(&text).unwrap());
                 assert_eq!(ours, theirs, "round {round}: {text:?} with {json}");
             }

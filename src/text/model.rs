@@ -1,5 +1,6 @@
 //! The text side of one model: its tokenizer and template, and where its answers end.
 
+use quern_models::ModelFile;
 use serde_json::{Map, Value};
 
 use super::{ChatTemplate, Message, TemplateError, TextStream, Tokenizer, TokenizerError};
@@ -58,6 +59,13 @@ impl TextModel {
         let tokenizer = Tokenizer::from_json(tokenizer_json)?;
         let template = template.map(|source| ChatTemplate::new(source, bos, eos)).transpose()?;
         Ok(TextModel { tokenizer, template, stop_ids: stop_ids.to_vec() })
+    }
+
+    /// The text side of a file; `None` where it has no tokenizer.
+    pub fn of(file: &ModelFile) -> Result<Option<TextModel>, PromptError> {
+        let Some(json) = file.tokenizer_json() else { return Ok(None) };
+        let g = file.generation();
+        TextModel::new(json, file.chat_template(), g.bos_text.as_deref(), g.eos_text.as_deref(), &g.eos).map(Some)
     }
 
     /// The same model without its template: it continues text.

@@ -145,40 +145,28 @@ impl TextStream {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::random::Random;
 
-    /// Numbers without a pattern (splitmix64), the same in every run.
-    struct Random(u64);
-
-    impl Random {
-        fn below(&mut self, limit: usize) -> usize {
-            self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-            let mut z = self.0;
-            z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-            ((z ^ (z >> 31)) % limit as u64) as usize
+    fn pieces<'a>(random: &mut Random, mut bytes: &'a [u8]) -> Vec<&'a [u8]> {
+        let mut pieces = Vec::new();
+        while !bytes.is_empty() {
+            let (piece, rest) = bytes.split_at(random.below(bytes.len().min(6)) + 1);
+            pieces.push(piece);
+            bytes = rest;
         }
-
-        fn pieces<'a>(&mut self, mut bytes: &'a [u8]) -> Vec<&'a [u8]> {
-            let mut pieces = Vec::new();
-            while !bytes.is_empty() {
-                let (piece, rest) = bytes.split_at(self.below(bytes.len().min(6)) + 1);
-                pieces.push(piece);
-                bytes = rest;
-            }
-            pieces
-        }
+        pieces
     }
 
     #[test]
     fn bytes_in_any_pieces_give_the_lossy_text() {
-        let mut random = Random(1);
+        let mut random = Random::new(1);
         let interesting =
             [b'a', b' ', 0xC3, 0xA9, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 0xC0, 0xED, 0xB0, 0xF4];
         for _ in 0..3000 {
             let bytes: Vec<u8> = (0..random.below(24)).map(|_| interesting[random.below(interesting.len())]).collect();
             let mut stream = Utf8Stream::default();
             let mut text = String::new();
-            for piece in random.pieces(&bytes) {
+            for piece in pieces(&mut random, &bytes) {
                 text += &stream.push(piece);
                 assert!(stream.waiting.len() <= 3);
             }
@@ -216,7 +204,7 @@ mod tests {
 
     #[test]
     fn stops_are_found_in_any_pieces_and_never_shown() {
-        let mut random = Random(2);
+        let mut random = Random::new(2);
         let letters = ['a', 'b', 'c', 'é', '你'];
         let word = |random: &mut Random, limit: usize| -> String {
             (0..random.below(limit)).map(|_| letters[random.below(letters.len())]).collect()
@@ -228,7 +216,7 @@ mod tests {
             let (expected, found) = cut(&text, &stops);
             let mut stream = TextStream::new(stops.clone(), false);
             let mut shown = String::new();
-            for piece in random.pieces(text.as_bytes()) {
+            for piece in pieces(&mut random, text.as_bytes()) {
                 shown += &stream.push(piece);
                 assert!(expected.starts_with(&shown), "{shown:?} of {text:?} with {stops:?}");
             }

@@ -259,14 +259,9 @@ impl ToolCallParser {
 
 /// Unlike every other of this process, and hardly like one of another.
 fn id() -> String {
-    use std::{
-        hash::{BuildHasher, Hasher, RandomState},
-        sync::atomic::{AtomicU64, Ordering},
-    };
+    use std::sync::atomic::{AtomicU64, Ordering};
     static NEXT: AtomicU64 = AtomicU64::new(0);
-    let mut hasher = RandomState::new().build_hasher();
-    hasher.write_u8(0);
-    format!("call_{:016x}{:08x}", hasher.finish(), NEXT.fetch_add(1, Ordering::Relaxed) as u32)
+    format!("call_{:016x}{:08x}", crate::random::unforeseen(), NEXT.fetch_add(1, Ordering::Relaxed) as u32)
 }
 
 #[cfg(test)]

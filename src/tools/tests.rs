@@ -2,6 +2,7 @@ use std::sync::Arc;
 
 use super::*;
 use crate::engine::TokenSet;
+use crate::random::Random;
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/models/smollm2-gptq-2layer/tokenizer.json");
 const TEMPLATES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/golden/templates");
@@ -144,16 +145,15 @@ fn fields_that_make_no_sense_are_named() {
 }
 
 /// A random answer that follows the constraint, as the reader of control tokens sees it.
-fn random_answer(set: &ToolSet, constraint: &Constraint, text: &TextModel, seed: &mut u64) -> Option<String> {
+fn random_answer(set: &ToolSet, constraint: &Constraint, text: &TextModel, random: &mut Random) -> Option<String> {
     let mut grammar = constraint.clone().0;
     let (mut bytes, mut allowed) = (vec![], TokenSet::new(text.tokenizer().vocab_size()));
     for _ in 0..300 {
         allowed.clear();
         grammar.allow(&mut allowed).unwrap();
         let may: Vec<u32> = (0..text.tokenizer().vocab_size() as u32).filter(|&t| allowed.contains(t)).collect();
-        *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let end = may.iter().copied().find(|t| text.stop_ids().contains(t));
-        let token = end.unwrap_or_else(|| may[(*seed >> 33) as usize % may.len()]);
+        let token = end.unwrap_or_else(|| may[random.below(may.len())]);
         grammar.follow(token).unwrap();
         if end.is_some() {
             return Some(String::from_utf8(bytes).unwrap());
@@ -174,7 +174,7 @@ fn random_answers_that_must_call_are_read_as_calls_of_the_schema() {
         ("llama-3.1", None),
         ("mistral-v0.3", Some("[TOOL_CALLS]")),
     ];
-    let mut seed = 1;
+    let mut random = Random::new(1);
     for (template, renamed) in models {
         let model = model(template, renamed);
         let set = read(&model, json!("required"), true);
@@ -182,7 +182,7 @@ fn random_answers_that_must_call_are_read_as_calls_of_the_schema() {
         let constraint = set.constraint(&factory).unwrap().unwrap();
         let mut complete = 0;
         for _ in 0..100 {
-            let Some(answer) = random_answer(&set, &constraint, &model, &mut seed) else { continue };
+            let Some(answer) = random_answer(&set, &constraint, &model, &mut random) else { continue };
             complete += 1;
             let mut parser = set.parser();
             let mut parts = parser.push(&answer);

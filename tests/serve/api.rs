@@ -19,7 +19,7 @@ use quern::{
 };
 use serde_json::{Value, json};
 
-use super::front;
+use super::server as program;
 use crate::support::{Scratch, fixture, model::kept, skip};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -36,11 +36,9 @@ impl Server {
     fn new() -> Server {
         let scratch = Scratch::new("serve-api");
         let (_, file) = kept(&fixture("models/smollm2-gptq-2layer"), &scratch);
-        let generation = file.generation();
-        let (bos, eos) = (generation.bos_text.as_deref(), generation.eos_text.as_deref());
-        let json = file.tokenizer_json().unwrap();
-        let text = TextModel::new(json, file.chat_template(), bos, eos, &generation.eos).unwrap();
-        let model = ModelInfo { name: "slice".into(), defaults: api::defaults(generation), ..ModelInfo::default() };
+        let text = TextModel::of(&file).unwrap().unwrap();
+        let model =
+            ModelInfo { name: "slice".into(), defaults: api::defaults(file.generation()), ..ModelInfo::default() };
         // Small steps, so that prompts are cut and requests mix.
         let options =
             EngineOptions { threads: 1, context: 512, sequences: 6, batch_tokens: 16, ..EngineOptions::default() };
@@ -257,18 +255,13 @@ fn the_official_client_works() {
     let Ok(python) = env::var("QUERN_OPENAI_PYTHON") else {
         return skip("the_official_client_works", "needs QUERN_OPENAI_PYTHON=python that has the openai package");
     };
-    Server::run(async |server| {
-        let address = front::serve(server.state.clone()).await;
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/serve/openai_client.py");
-        let mut command = Command::new(python);
-        command.args([script, &format!("http://{address}")]).args(CHECKS);
-        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let out = tokio::task::spawn_blocking(move || child.wait_with_output().unwrap()).await.unwrap();
-        let text = String::from_utf8_lossy(&out.stdout);
-        assert!(out.status.success(), "{text}\n{}", String::from_utf8_lossy(&out.stderr));
-        assert_eq!(text.lines().filter(|line| line.starts_with("ok ")).count(), CHECKS.len(), "{text}");
-        server.idle().await;
-    });
+    let server = program::Server::start(&["--ctx", "512", "--batch-tokens", "16", "--sequences", "6"]);
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/serve/openai_client.py");
+    let out = Command::new(python).args([script, &server.url()]).args(CHECKS).stdin(Stdio::null()).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout);
+    assert!(out.status.success(), "{text}\n{}", String::from_utf8_lossy(&out.stderr));
+    assert_eq!(text.lines().filter(|line| line.starts_with("ok ")).count(), CHECKS.len(), "{text}");
+    server.is_well();
 }
 
 #[test]

@@ -82,6 +82,10 @@ impl Server {
         self.child.id()
     }
 
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
     pub fn connect(&self) -> TcpStream {
         let stream = TcpStream::connect(&self.address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();

@@ -7,6 +7,8 @@ pub mod golden;
 pub mod model;
 pub mod program;
 
+pub use quern::random::Random;
+
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -77,21 +79,4 @@ pub fn fixture(name: &str) -> PathBuf {
 /// Says that a test did not run; CI looks for this line.
 pub fn skip(test: &str, reason: &str) {
     println!("SKIPPED {test}: {reason}");
-}
-
-/// Numbers without a pattern (splitmix64), the same in every run.
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Random {
-        Random(seed)
-    }
-
-    pub fn below(&mut self, limit: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((z ^ (z >> 31)) % limit as u64) as usize
-    }
 }

@@ -1,7 +1,6 @@
 //! The flags of `quern run`, and what they mean for a model.
 
 use std::path::PathBuf;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use quern_kernels::sample::{SampleError, SamplingParams};
@@ -9,7 +8,7 @@ use quern_models::Generation;
 use serde_json::{Map, Value};
 
 use super::RunError;
-use crate::cli::{Activations, Kv, threads};
+use crate::{cli::EngineArgs, random};
 
 /// Flags of `quern run`.
 #[derive(Debug, Args)]
@@ -74,18 +73,9 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", help_heading = "Sampling")]
     pub seed: Option<u64>,
 
-    /// Tokens the context holds, prompt and answer [default: the model's, at most 4096]
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, help_heading = "Engine")]
-    pub ctx: usize,
-    /// Threads [default: one per fast physical core that this process may use]
-    #[arg(short, long, value_name = "N", value_parser = threads, help_heading = "Engine")]
-    pub threads: Option<usize>,
-    /// Activations of integer weights
-    #[arg(long, value_enum, default_value = "int8", help_heading = "Engine")]
-    pub activations: Activations,
-    /// Keys and values
-    #[arg(long, value_enum, default_value = "f16", help_heading = "Engine")]
-    pub kv: Kv,
+    /// How the model is run.
+    #[command(flatten)]
+    pub engine: EngineArgs,
 
     /// Print one JSON object at the end instead of the text
     #[arg(long, conflicts_with = "batch", help_heading = "Output")]
@@ -143,7 +133,7 @@ impl Settings {
             frequency_penalty: args.frequency_penalty.unwrap_or(0.0),
             penalty_last_n: None,
             logit_bias: args.logit_bias.clone(),
-            seed: args.seed.unwrap_or_else(|| if args.batch.is_some() { 0 } else { random_seed() }),
+            seed: args.seed.unwrap_or_else(|| if args.batch.is_some() { 0 } else { random::seed() }),
         };
         let settings = Settings {
             notes: notes(args, &sampling),
@@ -191,12 +181,6 @@ fn notes(args: &RunArgs, sampling: &SamplingParams) -> Vec<String> {
         return Vec::new();
     }
     vec![format!("temperature is {}: {} has no effect; add --temperature 1", sampling.temperature, idle.join(", "))]
-}
-
-fn random_seed() -> u64 {
-    // Differs between runs; what it is gets reported, so that a run can be repeated.
-    let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
-    (nanos ^ u64::from(std::process::id()).rotate_left(40)) % (1 << 53) // exact in every JSON reader
 }
 
 fn template_arg(text: &str) -> Result<(String, Value), String> {

@@ -149,20 +149,13 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
     })?;
     let generation = file.generation();
     let settings = Settings::new(&args, generation, file.spec().vocab)?;
-    let json = file.tokenizer_json().ok_or_else(|| RunError::NoTokenizer { path: args.file.clone() })?;
-    let (bos, eos) = (generation.bos_text.as_deref(), generation.eos_text.as_deref());
-    let mut text = TextModel::new(json, file.chat_template(), bos, eos, &generation.eos)?;
+    let text = TextModel::of(&file)?;
+    let mut text = text.ok_or_else(|| RunError::NoTokenizer { path: args.file.clone() })?;
     if args.raw {
         text = text.raw();
     }
-    let options = EngineOptions {
-        threads: args.threads.unwrap_or(0),
-        context: args.ctx,
-        sequences: if args.batch.is_some() { batch::IN_FLIGHT } else { 1 },
-        activations: args.activations.into(),
-        kv: args.kv.into(),
-        ..EngineOptions::default()
-    };
+    let sequences = if args.batch.is_some() { batch::IN_FLIGHT } else { 1 };
+    let options = EngineOptions { sequences, ..args.engine.options() };
     let most_context = file.spec().max_context;
     let mut engine = Engine::new(Arc::new(file), options)?;
     let device = engine.describe();

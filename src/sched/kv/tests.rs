@@ -1,4 +1,5 @@
 use super::*;
+use crate::random::Random;
 
 fn node(pool: &mut KvPool, before: Node, tokens: &[u32], held: &[u32], at: usize) -> Node {
     pool.remember(before, tokens, held[at]).unwrap()
@@ -83,11 +84,8 @@ fn the_end_of_a_text_is_reused_before_its_beginning_and_old_texts_before_young_o
 /// Random life in small pools, small vocabularies: the same text is the same blocks, and nothing is ever lost.
 #[test]
 fn a_hundred_thousand_random_operations() {
-    let mut seed = 3u64;
-    let mut random = move |n: usize| {
-        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (seed >> 33) as usize % n
-    };
+    let mut numbers = Random::new(3);
+    let mut random = move |n| numbers.below(n);
     struct Holder {
         root: Node,
         tokens: Vec<u32>,

@@ -1,13 +1,12 @@
 use std::collections::HashMap;
 
 use super::*;
+use crate::random::Random;
 
 /// A seeded source of numbers below `n`.
-fn dice(mut seed: u64) -> impl FnMut(usize) -> usize {
-    move |n| {
-        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (seed >> 33) as usize % n
-    }
+fn dice(seed: u64) -> impl FnMut(usize) -> usize {
+    let mut random = Random::new(seed);
+    move |n| random.below(n)
 }
 
 /// The "model": the next token is a hash of all tokens before it.

@@ -1,10 +1,5 @@
 //! How to answer: the fields that chat and completions share.
 
-use std::{
-    collections::hash_map::RandomState,
-    hash::{BuildHasher, Hasher},
-};
-
 use quern_kernels::sample::{SampleError, SamplingParams};
 use quern_models::Generation;
 use serde_json::Value;
@@ -12,6 +7,7 @@ use serde_json::Value;
 use super::fields::{Fields, integer, wrong};
 use crate::{
     engine::Request,
+    random,
     server::{ApiError, State},
 };
 
@@ -20,6 +16,10 @@ const MOST_CHOICES: i64 = 128;
 /// Most stop texts, and the bytes of one.
 const MOST_STOPS: usize = 32;
 const MOST_STOP_BYTES: usize = 1024;
+/// Most tokens that may end an answer beyond the model's own.
+const MOST_STOP_IDS: usize = 128;
+/// Most tokens with a bias.
+const MOST_BIASES: usize = 4096;
 /// Most likely tokens that may be reported.
 pub const MOST_LOGPROBS: i64 = 20;
 
@@ -191,7 +191,7 @@ fn sampling(fields: Fields<'_>, defaults: &SamplingParams, vocab: usize) -> Resu
         logit_bias: logit_bias(fields, vocab)?,
         seed: match fields.integer("seed", i64::MIN..=i64::MAX)? {
             // llama-server's way to ask for any.
-            None | Some(-1) => random(),
+            None | Some(-1) => random::seed(),
             Some(seed) => seed as u64,
         },
     };
@@ -208,12 +208,6 @@ fn sampling(fields: Fields<'_>, defaults: &SamplingParams, vocab: usize) -> Resu
 }
 
 /// OpenAI's object of token ids and numbers, or llama-server's list of pairs, where `false` forbids a token.
-/// Most tokens that may end an answer beyond the model's own.
-const MOST_STOP_IDS: usize = 128;
-
-/// Most tokens with a bias.
-const MOST_BIASES: usize = 4096;
-
 fn logit_bias(fields: Fields<'_>, vocab: usize) -> Result<Vec<(u32, f32)>, ApiError> {
     let bias = |value: &Value, path: String| match (value, value.as_f64()) {
         (Value::Bool(false), _) => Ok(f32::NEG_INFINITY),
@@ -286,11 +280,6 @@ pub fn token(value: &Value, vocab: usize, path: &str) -> Result<u32, ApiError> {
     id.ok_or_else(|| wrong(path, value, &format!("a token id from 0 to {}", vocab.saturating_sub(1))))
 }
 
-/// A seed that nobody can guess, exact in every JSON reader.
-fn random() -> u64 {
-    RandomState::new().build_hasher().finish() % (1 << 53)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -301,10 +290,5 @@ mod tests {
             Generation { temperature: Some(0.6), top_k: Some(20), do_sample: Some(false), ..Generation::default() };
         assert_eq!(defaults(&file), SamplingParams { temperature: 0.6, top_k: 20, ..SamplingParams::default() });
         assert_eq!(defaults(&Generation::default()).temperature, 1.0);
-    }
-
-    #[test]
-    fn seeds_differ() {
-        assert_ne!(random(), random());
     }
 }

@@ -10,10 +10,12 @@ use serde_json::{Value, json};
 use tokio::task::LocalSet;
 
 use super::{
-    Random, ServeBenchArgs,
+    ServeBenchArgs,
     client::{Answer, Client},
+    gap,
     prompts::Prompts,
 };
+use crate::random::Random;
 
 /// Most requests of a run, for those without another bound.
 const MOST: usize = 1_000_000;
@@ -111,8 +113,8 @@ impl Shared<'_> {
 
     /// Lengths depend on the place alone, so that runs at other speeds ask the same.
     async fn numbered(&self, index: usize) -> Done {
-        let mut random = Random::new(self.args.seed, 2 * index as u64);
-        let (input, output) = (random.of(self.args.input_tokens), random.of(self.args.output_tokens));
+        let mut random = Random::stream(self.args.seed, 2 * index as u64);
+        let (input, output) = (self.args.input_tokens.pick(&mut random), self.args.output_tokens.pick(&mut random));
         self.send(index as u64, index, input, output).await
     }
 
@@ -140,7 +142,7 @@ impl Shared<'_> {
     }
 
     async fn open(&self, rate: f64, begun: Instant) -> Vec<Done> {
-        let mut random = Random::new(self.args.seed, u64::MAX - 1);
+        let mut random = Random::stream(self.args.seed, u64::MAX - 1);
         let mut at = Duration::ZERO;
         let local = LocalSet::new();
         let done = Rc::new(RefCell::new(vec![]));
@@ -153,10 +155,10 @@ impl Shared<'_> {
                     if self.over(begun) {
                         break;
                     }
-                    at += Duration::from_secs_f64(random.gap(self.args.burstiness) / rate);
+                    at += Duration::from_secs_f64(gap(&mut random, self.args.burstiness) / rate);
                     let (args, client, done) = (self.args.clone(), self.client.clone(), done.clone());
-                    let mut random = Random::new(self.args.seed, 2 * index as u64);
-                    let (input, output) = (random.of(args.input_tokens), random.of(args.output_tokens));
+                    let mut random = Random::stream(self.args.seed, 2 * index as u64);
+                    let (input, output) = (args.input_tokens.pick(&mut random), args.output_tokens.pick(&mut random));
                     let prompt = self.prompts.prompt(index as u64, input);
                     tasks.push(tokio::task::spawn_local(async move {
                         let sent = Instant::now();

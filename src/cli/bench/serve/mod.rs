@@ -16,6 +16,7 @@ use std::{error::Error, path::PathBuf, time::Duration};
 use clap::{Args, ValueEnum};
 
 use super::super::{Format, Usage, positive, print};
+use crate::random::Random;
 
 /// Flags of `quern bench serve`.
 #[derive(Debug, Clone, Args)]
@@ -96,6 +97,11 @@ pub struct Range {
 }
 
 impl Range {
+    /// One of them.
+    fn pick(self, random: &mut Random) -> usize {
+        self.from + random.below(self.to - self.from + 1)
+    }
+
     fn parse(text: &str) -> Result<Range, String> {
         let number = |t: &str| t.parse::<usize>().ok().filter(|n| (1..=1 << 20).contains(n));
         let (from, to) = text.split_once('-').unwrap_or((text, text));
@@ -137,55 +143,19 @@ pub fn main(args: ServeBenchArgs) -> Result<(), Box<dyn Error>> {
     }
 }
 
-/// Numbers without a pattern (splitmix64), the same for the same seed.
-#[derive(Debug, Clone)]
-pub struct Random(u64);
-
-impl Random {
-    /// Different streams for different purposes.
-    pub fn new(seed: u64, stream: u64) -> Random {
-        let mut random = Random(seed ^ stream.wrapping_mul(0xA076_1D64_78BD_642F));
-        random.next();
-        random
+/// A gap between requests: gamma distributed, with mean 1 (Marsaglia and Tsang, 2000).
+pub fn gap(random: &mut Random, shape: f64) -> f64 {
+    if shape < 1.0 {
+        let boost = random.fraction().powf(1.0 / shape);
+        return gap(random, shape + 1.0) * boost * (shape + 1.0) / shape;
     }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// From 0 up to it.
-    pub fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit as u64) as usize
-    }
-
-    /// Between 0 and 1, neither of them.
-    pub fn fraction(&mut self) -> f64 {
-        ((self.next() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
-    }
-
-    /// One of a range.
-    pub fn of(&mut self, range: Range) -> usize {
-        range.from + self.below(range.to - range.from + 1)
-    }
-
-    /// Gamma distributed, with mean 1 (Marsaglia and Tsang, 2000).
-    pub fn gap(&mut self, shape: f64) -> f64 {
-        if shape < 1.0 {
-            let boost = self.fraction().powf(1.0 / shape);
-            return self.gap(shape + 1.0) * boost * (shape + 1.0) / shape;
-        }
-        let d = shape - 1.0 / 3.0;
-        let c = 1.0 / (9.0 * d).sqrt();
-        loop {
-            let normal = (-2.0 * self.fraction().ln()).sqrt() * (std::f64::consts::TAU * self.fraction()).cos();
-            let v = (1.0 + c * normal).powi(3);
-            if v > 0.0 && self.fraction().ln() < 0.5 * normal * normal + d - d * v + d * v.ln() {
-                return d * v / shape;
-            }
+    let d = shape - 1.0 / 3.0;
+    let c = 1.0 / (9.0 * d).sqrt();
+    loop {
+        let normal = (-2.0 * random.fraction().ln()).sqrt() * (std::f64::consts::TAU * random.fraction()).cos();
+        let v = (1.0 + c * normal).powi(3);
+        if v > 0.0 && random.fraction().ln() < 0.5 * normal * normal + d - d * v + d * v.ln() {
+            return d * v / shape;
         }
     }
 }
@@ -197,8 +167,8 @@ mod tests {
     #[test]
     fn gaps_have_the_mean_and_variance_of_their_shape() {
         for shape in [0.25, 1.0, 4.0] {
-            let mut random = Random::new(1, 2);
-            let gaps: Vec<f64> = (0..40_000).map(|_| random.gap(shape)).collect();
+            let mut random = Random::stream(1, 2);
+            let gaps: Vec<f64> = (0..40_000).map(|_| gap(&mut random, shape)).collect();
             let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
             let variance = gaps.iter().map(|g| (g - mean).powi(2)).sum::<f64>() / gaps.len() as f64;
             assert!((mean - 1.0).abs() < 0.05, "{shape}: {mean}");
@@ -213,8 +183,8 @@ mod tests {
         for bad in ["", "0", "9-7", "a", "1-2-3", "-3", "99999999"] {
             assert!(Range::parse(bad).is_err(), "{bad}");
         }
-        let mut random = Random::new(0, 0);
-        let seen: Vec<usize> = (0..200).map(|_| random.of(Range { from: 7, to: 9 })).collect();
+        let mut random = Random::stream(0, 0);
+        let seen: Vec<usize> = (0..200).map(|_| Range { from: 7, to: 9 }.pick(&mut random)).collect();
         assert!(seen.iter().all(|n| (7..=9).contains(n)) && [7, 8, 9].iter().all(|n| seen.contains(n)));
     }
 }

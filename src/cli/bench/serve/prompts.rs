@@ -2,7 +2,8 @@
 
 use serde_json::json;
 
-use super::{Random, ServeBenchArgs, client::Client};
+use super::{ServeBenchArgs, client::Client};
+use crate::random::Random;
 
 const WORDS: &str = "\
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one \
@@ -37,7 +38,7 @@ impl Prompts {
             words = single;
         }
         let mut prompts = Prompts { words, exact, shared: String::new(), seed: args.seed };
-        prompts.shared = prompts.text(args.shared_prefix, &mut Random::new(args.seed, u64::MAX));
+        prompts.shared = prompts.text(args.shared_prefix, &mut Random::stream(args.seed, u64::MAX));
         prompts
     }
 
@@ -48,7 +49,8 @@ impl Prompts {
 
     /// The prompt of one request: what all begin with, and `tokens` of its own.
     pub fn prompt(&self, request: u64, tokens: usize) -> String {
-        self.shared.clone() + &self.text(tokens, &mut Random::new(self.seed, request.wrapping_mul(2).wrapping_add(1)))
+        self.shared.clone()
+            + &self.text(tokens, &mut Random::stream(self.seed, request.wrapping_mul(2).wrapping_add(1)))
     }
 
     fn text(&self, tokens: usize, random: &mut Random) -> String {
