@@ -88,12 +88,23 @@ async fn reply(state: Arc<State>, endpoint: Endpoint, call: Call) -> Result<Repl
     }
     let (shared, body) = (state.clone(), call.body.clone());
     let parsing = tokio::task::spawn_blocking(move || parse(&shared, endpoint, &body));
+    // Where the client leaves before its turn has come, nobody reads its request.
+    let _unread = Abandoned(parsing.abort_handle());
     let parsed = answer::in_time(answer::late(&state, call.arrived), parsing).await?;
     let parsed = parsed.map_err(|_| run::server_error("the request could not be read: an error of the server"))?;
     match parsed? {
         Parsed::Answer(task) => answer::answer(state, &call.id, call.arrived, task).await,
         Parsed::Embed(task) => embeddings::answer(state, call.arrived, task).await,
         Parsed::Done(value) => Ok(Reply::json(&value)),
+    }
+}
+
+/// Takes work out of the queue when it is dropped; work that has begun goes on.
+struct Abandoned(tokio::task::AbortHandle);
+
+impl Drop for Abandoned {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 

@@ -4,11 +4,12 @@
 
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 
+use quern_kernels::sample::SampleError;
 use serde_json::{Value, json};
 
 use super::refused;
 use crate::{
-    engine::{Event, Failure, Finish, Request, worker::Submission},
+    engine::{Event, Failure, Finish, Request, Score, worker::Submission},
     server::{ApiError, State, metrics::Done},
     text::TextStream,
     tools::ToolSet,
@@ -29,7 +30,7 @@ pub struct Chosen {
 #[derive(Debug, PartialEq)]
 pub enum Update {
     /// Logprobs of the prompt: of each token but the first.
-    Prompt(Vec<(f32, Vec<(u32, f32)>)>),
+    Prompt(Vec<Score>),
     /// A token, and the text that may be shown since.
     Token(Chosen, String),
     /// The vector of a text.
@@ -94,12 +95,13 @@ impl Run {
             if let Some(ready) = self.ready.pop_front() {
                 return Ok(Some(ready));
             }
+            // What a stop text ended is over for the client before the engine's step is.
+            if self.choices.iter().all(|c| c.ended) {
+                return Ok(None);
+            }
             let Some(event) = self.submission.next().await else {
                 // The engine's thread is gone, and with it the events of what was open.
-                return match self.choices.iter().all(|c| c.ended) {
-                    true => Ok(None),
-                    false => Err(server_error("the engine's thread has ended")),
-                };
+                return Err(server_error("the engine's thread has ended"));
             };
             self.take(event)?;
         }
@@ -243,9 +245,16 @@ fn rounded(x: f64) -> f64 {
     (x * 1e3).round() / 1e3
 }
 
-/// The engine could not answer.
+/// Why a request failed on its way: by what it asked for, or by the model or the engine.
 fn failed(error: &Failure) -> ApiError {
-    server_error(error.to_string())
+    let message = error.to_string();
+    match error {
+        // Numbers were there, and every one of them was forbidden.
+        Failure::Sample(SampleError::NothingToChoose { nans: 0, .. }) | Failure::Constraint(_) => {
+            ApiError::invalid(message)
+        }
+        Failure::Sample(_) | Failure::Engine(_) => server_error(message),
+    }
 }
 
 /// Status 500.
