@@ -468,3 +468,18 @@ fn what_cannot_be_served_is_said() {
     kept(&source, &bare);
     quern(&["serve", text(&bare.at("model.qrn")), "--port", "0"]).fails(&["no tokenizer"]);
 }
+
+/// Grammars are compiled one after the other; whoever else comes is not kept waiting by them.
+#[test]
+fn slow_grammars_keep_nobody_from_being_answered() {
+    let server = Server::start(&[]);
+    let slow = serde_json::json!({"prompt": "a", "max_tokens": 1, "grammar": format!("start: A\nA: {}", "\"a\"? ".repeat(3000))});
+    let slow = request("POST", "/v1/completions", "connection: close\r\n", &slow.to_string());
+    // One is compiled, 32 wait, and the last ones are told to come back.
+    let mut asking: Vec<_> = (0..40).map(|_| server.send(&slow)).collect();
+    let busy = asking.iter_mut().rev().map(Answer::read).find(|answer| answer.status == 429).unwrap();
+    assert_eq!(busy.header("retry-after"), Some("1"));
+    server.is_well();
+    drop(asking);
+    server.is_well();
+}

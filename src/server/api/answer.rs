@@ -11,7 +11,10 @@ use bytes::Bytes;
 use serde_json::{Value, json};
 use tokio::{sync::mpsc, time};
 
-use super::run::{Chosen, Run, Update};
+use super::{
+    constrain::Form,
+    run::{Chosen, Run, Update},
+};
 use crate::{
     engine::{Finish, Request},
     server::{ApiError, Reply, State},
@@ -29,6 +32,8 @@ pub struct Task {
     pub kind: Kind,
     /// `n` for each prompt, in order.
     pub requests: Vec<Request>,
+    /// What every choice must keep to.
+    pub form: Option<Form>,
     /// Choices of each prompt.
     pub n: usize,
     /// Texts that end an answer.
@@ -75,6 +80,11 @@ impl Delta {
 
 /// Answers a task. `id` names the request, which arrived then.
 pub async fn answer(state: Arc<State>, id: &str, arrived: Instant, mut task: Task) -> Result<Reply, ApiError> {
+    let late = late(&state, arrived);
+    if let Some(form) = task.form.take() {
+        let constraint = in_time(late, form.made(&state.grammars)).await??;
+        task.requests.iter_mut().for_each(|r| r.constraint.clone_from(&constraint));
+    }
     let text = match task.kind {
         Kind::Chat { .. } => state.text.stream(&task.stops),
         // What continues a text keeps its space.
@@ -101,7 +111,6 @@ pub async fn answer(state: Arc<State>, id: &str, arrived: Instant, mut task: Tas
         task,
         state,
     };
-    let late = late(&shape.state, arrived);
     if shape.task.stream { Ok(stream(run, shape, late)) } else { whole(run, shape, late).await }
 }
 

@@ -24,15 +24,15 @@ pub fn parse(fields: Fields<'_>, state: &State) -> Result<Task, ApiError> {
     let logprobs = logprobs(fields)?;
     let tools = constrain::tools(fields, state)?;
     let prompt = prompt(fields, state, tools.as_ref())?;
-    let constraint = constrain::chat(fields, state, tools.as_ref())?;
+    let form = constrain::chat(fields, tools.as_ref())?;
     let mut requests = params.requests(&prompt, state, "messages")?;
     for request in &mut requests {
         request.logprobs = logprobs;
-        request.constraint.clone_from(&constraint);
     }
     Ok(Task {
         kind: Kind::Chat { tools },
         requests,
+        form,
         n: params.n,
         stops: params.stops,
         stream: params.stream,

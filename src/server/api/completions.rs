@@ -17,7 +17,7 @@ pub fn parse(fields: Fields<'_>, state: &State) -> Result<Task, ApiError> {
     let params = Params::parse(fields, state, 0)?;
     let echo = fields.boolean("echo")?.unwrap_or(false);
     let logprobs = fields.integer("logprobs", 0..=MOST_LOGPROBS)?.map(|n| n as usize);
-    let constraint = super::constrain::format(fields, state)?;
+    let form = super::constrain::format(fields)?;
     let inputs = inputs(fields, "prompt", state)?;
     if inputs.len() * params.n > MOST_ANSWERS {
         let message =
@@ -31,12 +31,12 @@ pub fn parse(fields: Fields<'_>, state: &State) -> Result<Task, ApiError> {
     for request in &mut requests {
         request.logprobs = logprobs;
         request.prompt_logprobs = logprobs.filter(|_| echo);
-        request.constraint.clone_from(&constraint);
     }
     let echo = if echo { inputs.into_iter().map(|i| text(i, state)).collect::<Result<_, _>>()? } else { vec![] };
     Ok(Task {
         kind: Kind::Completion { echo },
         requests,
+        form,
         n: params.n,
         stops: params.stops,
         stream: params.stream,

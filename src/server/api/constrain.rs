@@ -1,8 +1,9 @@
 //! What an answer may be: `response_format`, the fields of llama-server and vLLM for the same, and tools.
 
 use serde_json::{Map, Value};
+use tokio::sync::oneshot;
 
-use super::fields::Fields;
+use super::{fields::Fields, run::server_error};
 use crate::{
     engine::Constraint,
     grammar::{GrammarError, GrammarFactory},
@@ -22,8 +23,38 @@ const FORMATS: &[&str] = &[
     "structured_outputs",
 ];
 
+/// A constraint to be made. Compiling takes its time, and its turn: one grammar after the other.
+pub struct Form {
+    path: String,
+    make: Make,
+}
+
+type Make = Box<dyn FnOnce(&GrammarFactory) -> Result<Option<Constraint>, GrammarError> + Send>;
+
+impl Form {
+    fn new(path: impl Into<String>, make: Make) -> Form {
+        Form { path: path.into(), make }
+    }
+
+    /// Makes it on a thread of its own, so that whoever waits for a compiler keeps nobody's request from being read.
+    pub async fn made(self, grammars: &GrammarFactory) -> Result<Option<Constraint>, ApiError> {
+        let (sender, receiver) = oneshot::channel();
+        let (Form { path, make }, grammars) = (self, grammars.clone());
+        let work = move || drop(sender.send(make(&grammars).map_err(|error| refuse(error, &path))));
+        let spawned = std::thread::Builder::new().name("form".into()).spawn(work);
+        spawned.map_err(|e| server_error(format!("no thread to read the grammar: {e}")))?;
+        receiver.await.map_err(|_| server_error("the grammar could not be read: an error of the server"))?
+    }
+}
+
+impl std::fmt::Debug for Form {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Form({})", self.path)
+    }
+}
+
 /// The constraint of a text.
-pub fn format(fields: Fields<'_>, state: &State) -> Result<Option<Constraint>, ApiError> {
+pub fn format(fields: Fields<'_>) -> Result<Option<Form>, ApiError> {
     let given: Vec<&str> = FORMATS.iter().copied().filter(|name| asks(fields, name)).collect();
     let name = match given[..] {
         [] => return Ok(None),
@@ -37,16 +68,15 @@ pub fn format(fields: Fields<'_>, state: &State) -> Result<Option<Constraint>, A
         let message = format!("ignore_eos is true, expected false where {name} says when the answer is complete");
         return Err(ApiError::invalid(message).at("ignore_eos"));
     }
-    let grammars = &state.grammars;
-    let (path, made) = match name {
-        "response_format" => return response_format(fields, grammars),
-        "structured_outputs" => return structured(fields, grammars),
-        "grammar" | "guided_grammar" => (name, lark(fields, name, grammars)?),
-        "guided_regex" => (name, regex(fields, name, grammars)?),
-        "guided_choice" => (name, choice(fields, name, grammars)?),
-        _ => (name, schema(fields, name, grammars)?),
+    let make = match name {
+        "response_format" => return response_format(fields),
+        "structured_outputs" => return structured(fields),
+        "grammar" | "guided_grammar" => lark(fields, name)?,
+        "guided_regex" => regex(fields, name)?,
+        "guided_choice" => choice(fields, name)?,
+        _ => schema(fields, name)?,
     };
-    made.map(Some).map_err(|error| refuse(error, path))
+    Ok(Some(Form::new(name, make)))
 }
 
 /// Whether a field is there and says anything.
@@ -59,31 +89,29 @@ fn asks(fields: Fields<'_>, name: &str) -> bool {
     }
 }
 
-type Made = Result<Constraint, GrammarError>;
-
 /// Text or an object; OpenAI's `json_schema` holds the schema, llama-server's `json_object` may have one beside it.
-fn response_format(fields: Fields<'_>, grammars: &GrammarFactory) -> Result<Option<Constraint>, ApiError> {
+fn response_format(fields: Fields<'_>) -> Result<Option<Form>, ApiError> {
     let Some(map) = fields.object("response_format")? else { return Ok(None) };
     let format = Fields::inside(map, "response_format.");
-    let (path, made) = match format.text("type")? {
+    let (path, make) = match format.text("type")? {
         Some("json_object") => match format.object("schema")? {
-            None => ("response_format", grammars.json_object()),
-            Some(_) => ("response_format.schema", schema(format, "schema", grammars)?),
+            None => ("response_format", json_object()),
+            Some(_) => ("response_format.schema", schema(format, "schema")?),
         },
         Some("json_schema") => match format.object("json_schema")? {
             None => return Err(format.wrong("json_schema", "an object with a schema")),
             Some(inner) => {
                 let inner = Fields::inside(inner, "response_format.json_schema.");
-                ("response_format.json_schema.schema", schema(inner, "schema", grammars)?)
+                ("response_format.json_schema.schema", schema(inner, "schema")?)
             }
         },
         _ => return Err(format.wrong("type", "text, json_object or json_schema")),
     };
-    made.map(Some).map_err(|error| refuse(error, path))
+    Ok(Some(Form::new(path, make)))
 }
 
 /// vLLM's: exactly one of its fields.
-fn structured(fields: Fields<'_>, grammars: &GrammarFactory) -> Result<Option<Constraint>, ApiError> {
+fn structured(fields: Fields<'_>) -> Result<Option<Form>, ApiError> {
     const KNOWN: &[&str] = &["json", "regex", "choice", "grammar", "json_object"];
     let name = "structured_outputs";
     let Some(map) = fields.object(name)? else { return Ok(None) };
@@ -94,43 +122,50 @@ fn structured(fields: Fields<'_>, grammars: &GrammarFactory) -> Result<Option<Co
             ApiError::invalid(format!("{name} has {} of {}, expected one", fields.len(), KNOWN.join(", "))).at(name)
         );
     };
-    let made = match field {
-        "json" => schema(given, field, grammars)?,
-        "regex" => regex(given, field, grammars)?,
-        "choice" => choice(given, field, grammars)?,
-        "grammar" => lark(given, field, grammars)?,
-        _ if given.boolean(field)? == Some(true) => grammars.json_object(),
+    let make = match field {
+        "json" => schema(given, field)?,
+        "regex" => regex(given, field)?,
+        "choice" => choice(given, field)?,
+        "grammar" => lark(given, field)?,
+        _ if given.boolean(field)? == Some(true) => json_object(),
         _ => return Err(given.wrong(field, "true")),
     };
-    made.map(Some).map_err(|error| refuse(error, &given.path(field)))
+    Ok(Some(Form::new(given.path(field), make)))
+}
+
+fn json_object() -> Make {
+    Box::new(|grammars| grammars.json_object().map(Some))
 }
 
 /// A schema, as an object or as its JSON text.
-fn schema(fields: Fields<'_>, name: &str, grammars: &GrammarFactory) -> Result<Made, ApiError> {
+fn schema(fields: Fields<'_>, name: &str) -> Result<Make, ApiError> {
     let expected = "a JSON schema: an object, or its text";
-    match fields.get(name) {
-        Some(value @ (Value::Object(_) | Value::Bool(_))) => Ok(grammars.json_schema(value)),
+    let value = match fields.get(name) {
+        Some(value @ (Value::Object(_) | Value::Bool(_))) => value.clone(),
         Some(Value::String(text)) => match serde_json::from_str(text) {
-            Ok(value @ Value::Object(_)) => Ok(grammars.json_schema(&value)),
-            _ => Err(fields.wrong(name, expected)),
+            Ok(value @ Value::Object(_)) => value,
+            _ => return Err(fields.wrong(name, expected)),
         },
-        _ => Err(fields.wrong(name, expected)),
-    }
+        _ => return Err(fields.wrong(name, expected)),
+    };
+    Ok(Box::new(move |grammars| grammars.json_schema(&value).map(Some)))
 }
 
-fn regex(fields: Fields<'_>, name: &str, grammars: &GrammarFactory) -> Result<Made, ApiError> {
-    Ok(grammars.regex(fields.text(name)?.unwrap_or_default()))
+fn regex(fields: Fields<'_>, name: &str) -> Result<Make, ApiError> {
+    let text = fields.text(name)?.unwrap_or_default().to_string();
+    Ok(Box::new(move |grammars| grammars.regex(&text).map(Some)))
 }
 
-fn lark(fields: Fields<'_>, name: &str, grammars: &GrammarFactory) -> Result<Made, ApiError> {
-    Ok(grammars.lark(fields.text(name)?.unwrap_or_default()))
+fn lark(fields: Fields<'_>, name: &str) -> Result<Make, ApiError> {
+    let text = fields.text(name)?.unwrap_or_default().to_string();
+    Ok(Box::new(move |grammars| grammars.lark(&text).map(Some)))
 }
 
-fn choice(fields: Fields<'_>, name: &str, grammars: &GrammarFactory) -> Result<Made, ApiError> {
+fn choice(fields: Fields<'_>, name: &str) -> Result<Make, ApiError> {
     let list = fields.list(name)?.map(Vec::as_slice).unwrap_or_default();
-    let texts: Option<Vec<&str>> = list.iter().map(Value::as_str).collect();
+    let texts: Option<Vec<String>> = list.iter().map(|text| text.as_str().map(str::to_string)).collect();
     let texts = texts.ok_or_else(|| fields.wrong(name, "a list of strings"))?;
-    Ok(grammars.choice(&texts))
+    Ok(Box::new(move |grammars| grammars.choice(&texts).map(Some)))
 }
 
 /// A grammar that cannot be followed, or not now.
@@ -150,8 +185,8 @@ pub fn tools(fields: Fields<'_>, state: &State) -> Result<Option<ToolSet>, ApiEr
 }
 
 /// The constraint of a message.
-pub fn chat(fields: Fields<'_>, state: &State, tools: Option<&ToolSet>) -> Result<Option<Constraint>, ApiError> {
-    let format = format(fields, state)?;
+pub fn chat(fields: Fields<'_>, tools: Option<&ToolSet>) -> Result<Option<Form>, ApiError> {
+    let format = format(fields)?;
     match tools.filter(|t| *t.choice() != Choice::None) {
         None => Ok(format),
         Some(_) if format.is_some() => {
@@ -163,7 +198,10 @@ pub fn chat(fields: Fields<'_>, state: &State, tools: Option<&ToolSet>) -> Resul
             let message = "ignore_eos is true, expected false where tools may be called";
             Err(ApiError::invalid(message).at("ignore_eos"))
         }
-        Some(tools) => tools.constraint(&state.grammars).map_err(|error| refuse(error, "tools")),
+        Some(tools) => {
+            let tools = tools.clone();
+            Ok(Some(Form::new("tools", Box::new(move |grammars| tools.constraint(grammars)))))
+        }
     }
 }
 
