@@ -50,6 +50,8 @@ pub struct KvPool {
     /// All remembered blocks by what stands before.
     after: HashMap<Node, Vec<u32>>,
     next: u64,
+    /// Bits of a hash that are looked at: all, but for tests in which texts of one hash are to meet.
+    hash_bits: u64,
 }
 
 /// What is remembered of a block.
@@ -97,6 +99,7 @@ impl KvPool {
             full: HashMap::new(),
             after: HashMap::new(),
             next: 1,
+            hash_bits: u64::MAX,
         }
     }
 
@@ -199,7 +202,8 @@ impl KvPool {
     }
 
     /// Remembers a held block: after `before` it has these computed tokens. Returns the text up to its end if it is
-    /// full. Where the text is known already, the known block stays the one that is found.
+    /// full and remembered. Where the text is known already, the known block stays the one that is found; of two texts
+    /// with one hash the second is not remembered.
     pub fn remember(&mut self, before: Node, tokens: &[u32], block: u32) -> Option<Node> {
         let full = tokens.len() == self.block_tokens;
         if full && let Some(known) = self.remembered(before, tokens) {
@@ -207,13 +211,14 @@ impl KvPool {
         }
         let known = |b: &u32| self.texts[*b as usize].as_ref().is_some_and(|t| t.tokens.starts_with(tokens));
         let part_known = || self.after.get(&before).is_some_and(|b| b.iter().rev().take(LOOKED_AT).any(known));
-        if self.texts[block as usize].is_some() || (!full && part_known()) {
+        let taken = full && self.full.contains_key(&(before, self.hash(tokens)));
+        if self.texts[block as usize].is_some() || taken || (!full && part_known()) {
             return None;
         }
         let node = full.then_some(Node(self.next));
         if full {
             self.next += 1;
-            self.full.insert((before, hash(tokens)), block);
+            self.full.insert((before, self.hash(tokens)), block);
         }
         self.after.entry(before).or_default().push(block);
         self.texts[block as usize] = Some(Text { before, node, tokens: tokens.into() });
@@ -287,7 +292,7 @@ impl KvPool {
 
     /// The full block with these tokens after `before`.
     fn remembered(&self, before: Node, tokens: &[u32]) -> Option<u32> {
-        let &block = self.full.get(&(before, hash(tokens)))?;
+        let &block = self.full.get(&(before, self.hash(tokens)))?;
         let text = self.texts[block as usize].as_ref().expect("remembered");
         (*text.tokens == *tokens).then_some(block)
     }
@@ -295,7 +300,7 @@ impl KvPool {
     fn forget(&mut self, block: u32) {
         let Some(text) = self.texts[block as usize].take() else { return };
         if text.node.is_some() {
-            self.full.remove(&(text.before, hash(&text.tokens)));
+            self.full.remove(&(text.before, self.hash(&text.tokens)));
         }
         if let Some(blocks) = self.after.get_mut(&text.before) {
             blocks.retain(|&b| b != block);
@@ -303,6 +308,12 @@ impl KvPool {
                 self.after.remove(&text.before);
             }
         }
+    }
+
+    fn hash(&self, tokens: &[u32]) -> u64 {
+        let mut hasher = Xxh3Default::new();
+        tokens.iter().for_each(|t| hasher.update(&t.to_le_bytes()));
+        hasher.digest() & self.hash_bits
     }
 
     /// Panics unless the invariants hold; `held` are all lists of all sequences.
@@ -328,15 +339,9 @@ impl KvPool {
         assert_eq!(all, self.texts.iter().flatten().count());
         for (&(before, key), &b) in &self.full {
             let text = self.texts[b as usize].as_ref().expect("remembered");
-            assert!(text.before == before && hash(&text.tokens) == key && text.tokens.len() == self.block_tokens);
+            assert!(text.before == before && self.hash(&text.tokens) == key && text.tokens.len() == self.block_tokens);
         }
     }
-}
-
-fn hash(tokens: &[u32]) -> u64 {
-    let mut hasher = Xxh3Default::new();
-    tokens.iter().for_each(|t| hasher.update(&t.to_le_bytes()));
-    hasher.digest()
 }
 
 /// Idle blocks in the order of their reuse: a list through arrays, so that any of them can leave at once.

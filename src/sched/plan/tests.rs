@@ -48,7 +48,7 @@ impl Memory {
             let q = s.running(share.id).unwrap();
             for p in q.computed..q.computed + share.count {
                 assert!(written.insert((q.blocks[p / self.size], p % self.size)), "two write one slot");
-                self.slots[q.blocks[p / self.size] as usize][p % self.size] = state(&q.tokens[..=p]);
+                self.slots[q.blocks[p / self.size] as usize][p % self.size] = content(q, p);
             }
         }
         let look = |share: &Scheduled| {
@@ -57,12 +57,18 @@ impl Memory {
             let first = self.window.map_or(0, |w| (q.computed + 1).saturating_sub(w));
             for p in first..end {
                 let held = self.slots[q.blocks[p / self.size] as usize][p % self.size];
-                assert_eq!(held, state(&q.tokens[..=p]), "position {p} of {} tokens, from {}", end, q.computed);
+                assert_eq!(held, content(q, p), "position {p} of {} tokens, from {}", end, q.computed);
             }
             share.last.then(|| next(&q.tokens))
         };
         step.shares.iter().map(look).collect()
     }
+}
+
+/// Keys and values at a position: those of the text up to there, and of nobody with another salt.
+fn content(q: &Sequence, p: usize) -> u64 {
+    let salted = q.root != Node::ROOT;
+    state(&q.tokens[..=p]) ^ u64::from(salted)
 }
 
 /// Random arrivals, priorities, salts and aborts in tiny pools of two tokens: everyone ends with the tokens of a lone
@@ -267,4 +273,33 @@ fn a_window_holds_no_more_than_it_sees() {
         id += 1;
     });
     assert!(most <= (50usize + 32).div_ceil(16) + 1, "{most} blocks held");
+}
+
+/// A prompt that goes first needs more blocks while one that decodes has its share of the step already.
+#[test]
+fn whoever_loses_its_blocks_loses_its_share_of_the_step() {
+    let mut s = Scheduler::new(KvPool::new(7, 4), Budget::from(8), 2, Some(8));
+    let mut memory = Memory::new(7, 4, Some(8));
+    s.add(Arrival { priority: 1, ..Arrival::new(0, prompt(2, 1)) });
+    let (mut steps, mut lost) = (0, 0);
+    while s.running(1).is_none_or(|q| q.pending() > 1) {
+        // While the first one holds one block, and will hold three.
+        if steps == 1 {
+            s.add(Arrival::new(1, prompt(100, 2)));
+        }
+        let before = s.counts().preemptions;
+        let step = s.schedule();
+        s.check();
+        if s.counts().preemptions > before {
+            lost += 1;
+            assert!(step.shares.iter().all(|share| s.running(share.id).is_some()), "{step:?}");
+        }
+        let tokens = memory.run(&s, &step);
+        for (done, token) in step.shares.into_iter().zip(tokens) {
+            s.computed(done, token);
+        }
+        steps += 1;
+        assert!(steps < 200, "the prompt does not get through");
+    }
+    assert!(lost > 0, "nobody lost anything in {steps} steps");
 }
