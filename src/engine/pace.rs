@@ -32,23 +32,24 @@ impl Pace {
         Pace { fixed: (tokens > 0).then_some(tokens), rate: 0.0, budget }
     }
 
-    /// The budget now.
-    pub fn budget(&self) -> Budget {
-        self.budget
+    /// The budget of a step in which so many sequences run. One that nobody chose is for prompts: answers come on top,
+    /// so that many of them leave prompts their part.
+    pub fn budget(&self, running: usize) -> Budget {
+        let answers = if self.fixed.is_some() { 0 } else { running };
+        Budget { mixed: self.budget.mixed + answers, ..self.budget }
     }
 
-    /// A step took so long, `prompts` of its tokens being those of prompts; whether the budget changes.
-    pub fn took(&mut self, tokens: usize, prompts: usize, time: Duration) -> bool {
+    /// A step took so long, `prompts` of its tokens being those of prompts.
+    pub fn took(&mut self, tokens: usize, prompts: usize, time: Duration) {
         // Steps of a few rows, or of mostly answers, say nothing about prompts.
         if self.fixed.is_some() || tokens < LEAST || prompts * 2 < tokens {
-            return false;
+            return;
         }
         let rate = tokens as f64 / time.as_secs_f64().max(1e-6);
         self.rate = if self.rate == 0.0 { rate } else { 0.75 * self.rate + 0.25 * rate };
         let mixed = (self.rate * STEP) as usize / LEAST * LEAST;
         let mixed = mixed.clamp(LEAST, MOST);
-        let budget = Budget { mixed, prompts: PROMPTS.max(mixed) };
-        std::mem::replace(&mut self.budget, budget) != budget
+        self.budget = Budget { mixed, prompts: PROMPTS.max(mixed) };
     }
 }
 
@@ -58,26 +59,30 @@ mod tests {
 
     #[test]
     fn the_budget_follows_the_machine() {
+        let first = Budget { mixed: 128, prompts: 512 };
         let mut pace = Pace::new(0);
-        assert_eq!(pace.budget(), Budget { mixed: 128, prompts: 512 });
-        assert!(!pace.took(8, 8, Duration::from_secs(1)), "few tokens say nothing");
-        assert!(!pace.took(64, 20, Duration::from_secs(1)), "decoding says nothing");
-        assert!(pace.took(512, 512, Duration::from_millis(250)));
-        assert_eq!(pace.budget(), Budget { mixed: 192, prompts: 512 });
+        assert_eq!(pace.budget(0), first);
+        pace.took(8, 8, Duration::from_secs(1));
+        assert_eq!(pace.budget(0), first, "few tokens say nothing");
+        pace.took(64, 20, Duration::from_secs(1));
+        assert_eq!(pace.budget(0), first, "answers say nothing");
+        pace.took(512, 512, Duration::from_millis(250));
+        assert_eq!(pace.budget(0), Budget { mixed: 192, prompts: 512 });
+        assert_eq!(pace.budget(40), Budget { mixed: 232, prompts: 512 }, "answers come on top");
         for _ in 0..20 {
             pace.took(64, 60, Duration::from_secs(10));
         }
-        assert_eq!(pace.budget().mixed, LEAST);
+        assert_eq!(pace.budget(0).mixed, LEAST);
         for _ in 0..40 {
             pace.took(512, 512, Duration::from_micros(10));
         }
-        assert_eq!(pace.budget(), Budget { mixed: MOST, prompts: MOST });
+        assert_eq!(pace.budget(0), Budget { mixed: MOST, prompts: MOST });
     }
 
     #[test]
     fn a_chosen_budget_stays() {
         let mut pace = Pace::new(7);
-        assert!(!pace.took(512, 512, Duration::from_millis(1)));
-        assert_eq!(pace.budget(), Budget::from(7));
+        pace.took(512, 512, Duration::from_millis(1));
+        assert_eq!(pace.budget(5), Budget::from(7));
     }
 }

@@ -120,7 +120,7 @@ impl Engine {
     pub fn with_executor(file: Arc<ModelFile>, executor: Box<dyn Executor>, options: EngineOptions) -> Engine {
         let pool = KvPool::new(executor.blocks(), BLOCK);
         let pace = Pace::new(options.batch_tokens);
-        let scheduler = Scheduler::new(pool, pace.budget(), options.sequences.max(1), window(file.spec()));
+        let scheduler = Scheduler::new(pool, pace.budget(0), options.sequences.max(1), window(file.spec()));
         let context = options.context_of(file.spec()).min(scheduler.room());
         Engine {
             file,
@@ -162,6 +162,7 @@ impl Engine {
 
     /// Plans and runs one step; returns what each scheduled sequence got.
     fn run(&mut self, events: &mut Vec<Event>) -> Result<Vec<(Scheduled, ChunkOutput)>, EngineError> {
+        self.scheduler.set_budget(self.pace.budget(self.scheduler.load().0));
         let step = self.scheduler.schedule();
         let at = Instant::now();
         for &(request, cached) in &step.started {
@@ -190,9 +191,7 @@ impl Engine {
         self.stats.steps += 1;
         self.stats.computed += tokens as u64;
         let prompts = shares.iter().map(|s| s.count).filter(|&count| count > 1).sum();
-        if self.pace.took(tokens, prompts, start.elapsed()) {
-            self.scheduler.set_budget(self.pace.budget());
-        }
+        self.pace.took(tokens, prompts, start.elapsed());
         Ok(shares.into_iter().zip(outputs).collect())
     }
 

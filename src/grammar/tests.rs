@@ -19,7 +19,7 @@ fn whole() -> Option<GrammarFactory> {
     match std::fs::read(path) {
         Ok(json) => Some(factory(&json, 0)),
         Err(_) => {
-            println!("SKIPPED: grammars over SmolLM2's vocabulary need QUERN_SHARED=<folder with fixtures/real>");
+            println!("SKIPPED grammar: SmolLM2's vocabulary needs QUERN_SHARED=<folder with fixtures/real>");
             None
         }
     }

@@ -137,7 +137,7 @@ impl Scheduler {
     /// An idle scheduler: at most `most` sequences at once.
     pub fn new(pool: KvPool, budget: Budget, most: usize, window: Option<usize>) -> Scheduler {
         assert!(most > 0, "at least one sequence must run");
-        let mut scheduler = Scheduler {
+        Scheduler {
             pool,
             running: vec![],
             waiting: BTreeMap::new(),
@@ -146,14 +146,12 @@ impl Scheduler {
             window,
             arrivals: 0,
             counts: Counts::default(),
-        };
-        scheduler.set_budget(budget);
-        scheduler
+        }
     }
 
-    /// Changes the budget; every running sequence gets a token in any case.
+    /// Changes the budget. Whoever lacks one token gets it in any case, and prompts together at least one.
     pub fn set_budget(&mut self, budget: Budget) {
-        self.budget = Budget { mixed: budget.mixed.max(self.most), prompts: budget.prompts.max(self.most) };
+        self.budget = budget;
     }
 
     /// Blocks and what is remembered of them.
@@ -232,17 +230,17 @@ impl Scheduler {
                 i += 1;
             } else if self.grow(i, 1) {
                 step.shares.push(self.running[i].scheduled(1));
-                budget -= 1;
+                budget = budget.saturating_sub(1);
                 i += 1;
             } else {
                 self.preempt_last(&mut step);
                 preempted = true;
             }
         }
-        if !preempted && budget > 0 {
+        if !preempted {
             self.admit(&mut step);
         }
-        self.share_out(budget, &mut step);
+        self.share_out(budget.max(1), &mut step);
         step
     }
 

@@ -339,7 +339,7 @@ mod tests {
         match std::fs::read(path) {
             Ok(json) => Some(Tokenizer::from_json(&json).unwrap()),
             Err(_) => {
-                println!("SKIPPED: tokenizer goldens of SmolLM2 need QUERN_SHARED=<folder with fixtures/real>");
+                println!("SKIPPED text::tokenizer: goldens of SmolLM2 need QUERN_SHARED=<folder with fixtures/real>");
                 None
             }
         }

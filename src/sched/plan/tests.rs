@@ -303,3 +303,21 @@ fn whoever_loses_its_blocks_loses_its_share_of_the_step() {
     }
     assert!(lost > 0, "nobody lost anything in {steps} steps");
 }
+
+#[test]
+fn a_budget_below_the_number_of_answers_stops_neither_them_nor_prompts() {
+    let mut s = Scheduler::new(KvPool::new(64, 4), Budget::from(2), 6, None);
+    let mut memory = Memory::new(64, 4, None);
+    (0..5).for_each(|id| s.add(Arrival::new(id, prompt(1, id))));
+    s.add(Arrival::new(9, prompt(20, 9)));
+    let mut ended = None;
+    let mut steps = 0;
+    drive(&mut s, &mut memory, 40, |s, step| {
+        steps += 1;
+        let answers = s.running.iter().filter(|q| q.pending() == 1 && q.computed > 0).count();
+        let count: usize = step.shares.iter().map(|x| x.count).sum();
+        assert!(step.shares.len() >= answers && count <= (answers + 1).max(2), "{step:?}");
+        ended = ended.or(step.shares.iter().any(|x| x.id == 9 && x.last).then_some(steps));
+    });
+    assert!(ended.unwrap() <= 5 + 20, "{ended:?}");
+}
