@@ -98,7 +98,7 @@ pub struct ServeArgs {
     /// Folder where computed beginnings are kept when the server ends, and found when it starts
     #[arg(long, value_name = "DIR", help_heading = "Engine")]
     pub cache_dir: Option<PathBuf>,
-    /// Most tokens of a step, prompts and answers together [default: what takes 100 ms while answers are written]
+    /// Most tokens of a step, prompts and answers together [default: what takes 50 ms, beside the answers]
     #[arg(long, value_name = "N", value_parser = positive, help_heading = "Engine")]
     pub batch_tokens: Option<usize>,
     /// How the model is run.

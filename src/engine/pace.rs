@@ -6,7 +6,7 @@ use crate::sched::Budget;
 
 /// How long a step with answers in it should take: everybody who reads one waits so long while others' prompts are
 /// computed.
-const STEP: f64 = 0.1;
+const STEP: f64 = 0.05;
 
 /// Bounds of a budget that nobody chose.
 const LEAST: usize = 32;
@@ -28,7 +28,7 @@ pub struct Pace {
 impl Pace {
     /// 0: by measurement.
     pub fn new(tokens: usize) -> Pace {
-        let budget = if tokens == 0 { Budget { mixed: 128, prompts: PROMPTS } } else { tokens.into() };
+        let budget = if tokens == 0 { Budget { mixed: 64, prompts: PROMPTS } } else { tokens.into() };
         Pace { fixed: (tokens > 0).then_some(tokens), rate: 0.0, budget }
     }
 
@@ -59,7 +59,7 @@ mod tests {
 
     #[test]
     fn the_budget_follows_the_machine() {
-        let first = Budget { mixed: 128, prompts: 512 };
+        let first = Budget { mixed: 64, prompts: 512 };
         let mut pace = Pace::new(0);
         assert_eq!(pace.budget(0), first);
         pace.took(8, 8, Duration::from_secs(1));
@@ -67,8 +67,8 @@ mod tests {
         pace.took(64, 20, Duration::from_secs(1));
         assert_eq!(pace.budget(0), first, "answers say nothing");
         pace.took(512, 512, Duration::from_millis(250));
-        assert_eq!(pace.budget(0), Budget { mixed: 192, prompts: 512 });
-        assert_eq!(pace.budget(40), Budget { mixed: 232, prompts: 512 }, "answers come on top");
+        assert_eq!(pace.budget(0), Budget { mixed: 96, prompts: 512 });
+        assert_eq!(pace.budget(40), Budget { mixed: 136, prompts: 512 }, "answers come on top");
         for _ in 0..20 {
             pace.took(64, 60, Duration::from_secs(10));
         }

@@ -32,7 +32,7 @@ pub struct EngineOptions {
     pub sequences: usize,
     /// Tokens that the KV cache holds, all sequences together; 0: as many as all sequences at full length have.
     pub cache_tokens: usize,
-    /// Most tokens of one step; 0: as many as keep a step with answers in it near 100 ms, by measurement.
+    /// Most tokens of one step; 0: beside answers as many of prompts as take about 50 ms, by measurement.
     pub batch_tokens: usize,
     /// Activations of integer weights: int8 (default mode) or f32 (exact mode).
     pub activations: Mode,
