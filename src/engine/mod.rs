@@ -240,7 +240,7 @@ pub trait Generator {
 
     /// What [`Generator::add`] checks.
     fn limits(&self) -> Limits {
-        Limits { vocab: usize::MAX, context: self.max_context() }
+        Limits { vocab: usize::MAX, context: self.max_context(), hidden: 0 }
     }
 
     /// State of the engine.
@@ -254,19 +254,21 @@ pub trait Generator {
     }
 }
 
-/// What a request must keep to.
+/// What a request must keep to, and may count on.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Tokens the model knows.
     pub vocab: usize,
     /// Tokens that fit into the context.
     pub context: usize,
+    /// Numbers of a vector.
+    pub hidden: usize,
 }
 
 impl Limits {
     /// Refuses a request that can never run.
     pub fn check(&self, request: &Request) -> Result<(), EngineError> {
-        let Limits { vocab, context } = *self;
+        let Limits { vocab, context, .. } = *self;
         if request.prompt.is_empty() {
             return Err(EngineError::EmptyPrompt);
         }

@@ -329,7 +329,8 @@ impl Generator for Engine {
     }
 
     fn limits(&self) -> Limits {
-        Limits { vocab: self.file.spec().vocab, context: self.context }
+        let spec = self.file.spec();
+        Limits { vocab: spec.vocab, context: self.context, hidden: spec.hidden }
     }
 
     fn stats(&self) -> Stats {

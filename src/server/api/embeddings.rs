@@ -11,7 +11,7 @@ use super::{
     run::{Run, Update, server_error},
 };
 use crate::{
-    engine::{Pooling, Request},
+    engine::{Limits, Pooling, Request},
     server::{ApiError, Reply, State},
     text::TextStream,
 };
@@ -21,8 +21,6 @@ use crate::{
 pub struct Task {
     requests: Vec<Request>,
     base64: bool,
-    /// Numbers that a vector must have.
-    dimensions: Option<usize>,
 }
 
 /// Reads a request.
@@ -37,9 +35,12 @@ pub fn parse(fields: Fields<'_>, state: &State) -> Result<Task, ApiError> {
         Some("last") => Pooling::Last,
         Some(_) => return Err(fields.wrong("pooling", "mean or last")),
     };
-    let dimensions = fields.integer("dimensions", 1..=i64::MAX)?.map(|n| n as usize);
+    let Limits { context, hidden, .. } = state.engine.limits();
+    if let Some(asked) = fields.integer("dimensions", 1..=i64::MAX)?.filter(|&n| n != hidden as i64) {
+        let message = format!("dimensions is {asked}, expected {hidden} or nothing: vectors cannot be cut");
+        return Err(ApiError::invalid(message).at("dimensions"));
+    }
     let cache_salt = fields.text("cache_salt")?.map(str::to_string);
-    let context = state.engine.limits().context;
     let mut requests = vec![];
     for input in inputs(fields, "input", state)? {
         if input.tokens.len() > context {
@@ -50,7 +51,7 @@ pub fn parse(fields: Fields<'_>, state: &State) -> Result<Task, ApiError> {
         let (prompt, cache_salt) = (input.tokens, cache_salt.clone());
         requests.push(Request { prompt, embed: Some(pooling), cache_salt, ..Request::default() });
     }
-    Ok(Task { requests, base64, dimensions })
+    Ok(Task { requests, base64 })
 }
 
 /// Answers a task.
@@ -61,10 +62,6 @@ pub async fn answer(state: Arc<State>, arrived: Instant, task: Task) -> Result<R
     let late = late(&state, arrived);
     while let Some((at, update)) = in_time(late, run.next()).await?? {
         let Update::Embedding(mut values) = update else { continue };
-        if let Some(asked) = task.dimensions.filter(|&n| n != values.len()) {
-            let message = format!("dimensions is {asked}, expected {} or nothing: vectors cannot be cut", values.len());
-            return Err(ApiError::invalid(message).at("dimensions"));
-        }
         normalize(&mut values);
         vectors[at] = Some(if task.base64 {
             let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();

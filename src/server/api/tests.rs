@@ -99,7 +99,7 @@ impl Generator for Fake {
     }
 
     fn limits(&self) -> crate::engine::Limits {
-        crate::engine::Limits { vocab: VOCAB, context: CONTEXT }
+        crate::engine::Limits { vocab: VOCAB, context: CONTEXT, hidden: 2 }
     }
 }
 
