@@ -3,6 +3,7 @@ pub mod sample;
 
 pub mod cores;
 pub mod cpu;
+pub mod cuda;
 pub mod exec;
 pub mod reference;
 pub mod team;

@@ -1,0 +1,25 @@
+//! The CUDA backend: driver, device memory, kernels of `kernels/cuda`, and the executor that runs a model on them.
+//!
+//! The driver is loaded when a device is first asked for, so that one program runs with and without it. Kernels are
+//! in the program as PTX (`kernels/ptx`), which the driver compiles for its device.
+
+pub mod acts;
+mod buffer;
+mod device;
+mod driver;
+mod error;
+mod module;
+pub mod ptx;
+mod upload;
+
+pub use buffer::{Buffer, DevicePtr, Pinned, Pod};
+pub use device::{Device, DeviceInfo, Graph, devices};
+pub use error::CudaError;
+pub use module::{Args, Kernel, Ptx};
+pub use upload::Upload;
+
+/// Oldest CUDA version a driver may speak, as `1000 * major + 10 * minor`: that of the PTX (ISA 8.0).
+pub const DRIVER_VERSION: i32 = 12000;
+
+/// The driver's own version that came with [`DRIVER_VERSION`].
+const DRIVER_NAME: &str = "525";
