@@ -28,7 +28,7 @@ struct Stage {
 impl Upload {
     /// `progress` is told how many bytes are done, now and then.
     pub fn new(device: &Arc<Device>, progress: Box<dyn FnMut(usize)>) -> Result<Upload, CudaError> {
-        let stage = || {
+        let stage = || -> Result<Stage, CudaError> {
             let bytes = Pinned::new(device, STAGE)?;
             let copied = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
                 .map_err(|e| CudaError::call("cuEventCreate", e))?;
