@@ -127,6 +127,36 @@ fn logprobs_of_a_prompt_are_those_of_its_logits() {
     }
 }
 
+#[test]
+fn logprobs_of_many_prompts_at_once_are_those_of_each_alone() {
+    let scratch = Scratch::new("echoes");
+    let file = model(&scratch);
+    let text = prompt(file.spec().vocab, 160);
+    let request = |i: usize| Request {
+        prompt: text[i..i + 90 + 5 * i].to_vec(),
+        max_tokens: i % 2 * 3,
+        sampling: SamplingParams::greedy(),
+        prompt_logprobs: Some(2),
+        ignore_eos: true,
+        ..Request::default()
+    };
+    let requests: Vec<Request> = (0..8).map(request).collect();
+    let of = |requests: &[Request], at: u64| -> Vec<Event> {
+        let mut engine = open(&file, EngineOptions { sequences: 8, ..Run::Default.engine() });
+        let mine = |mut event: Event| {
+            let own = *event.request_mut() == at && !matches!(event, Event::Started { .. });
+            *event.request_mut() = 0;
+            own.then_some(event)
+        };
+        events(&mut engine, requests).into_iter().filter_map(mine).collect()
+    };
+    for i in 0..8 {
+        let alone = of(&requests[i..=i], 0);
+        assert!(matches!(&alone[0], Event::Prompt { tokens, .. } if tokens.len() == requests[i].prompt.len() - 1));
+        assert_eq!(of(&requests, i as u64), alone, "request {i}");
+    }
+}
+
 /// Allows multiples of a number, and so many of them.
 #[derive(Clone)]
 struct Multiples {

@@ -9,6 +9,7 @@ use quern_models::{
 };
 
 use super::EngineOptions;
+use crate::sched::LOGIT_ROWS;
 
 /// Bytes, part by part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,6 +20,8 @@ pub struct MemoryPlan {
     pub cache: u64,
     /// Activations, logits, the program itself: an estimate from above.
     pub scratch: u64,
+    /// Requests that a server receives and reads.
+    pub requests: u64,
     /// What the system can give: free memory and file pages, within this process's limit. `None` if it does not say.
     pub available: Option<u64>,
     /// Tokens that the cache holds.
@@ -30,8 +33,8 @@ pub struct MemoryPlan {
 /// A plan that does not fit.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the model needs {}: {} weights, {} cache for {} tokens, {} scratch; {} are there; {advice}",
-    size(plan.needed()), size(plan.weights), size(plan.cache), plan.tokens, size(plan.scratch),
+    "the model needs {}: {} weights, {} cache for {} tokens, {} scratch{}; {} are there; {advice}",
+    size(plan.needed()), size(plan.weights), size(plan.cache), plan.tokens, size(plan.scratch), plan.of_requests(", "),
     size(plan.available.unwrap_or(0))
 )]
 pub struct TooLarge {
@@ -48,21 +51,37 @@ impl MemoryPlan {
             weights: file.file_len(),
             cache: block.saturating_mul(blocks as u64),
             scratch: scratch(spec, options),
+            requests: 0,
             available: available(),
             tokens: blocks.saturating_mul(BLOCK),
             token_bytes: block / BLOCK as u64,
         }
     }
 
+    /// The plan of a server that gives so many bytes to requests that are not computed yet.
+    pub fn with_requests(self, requests: u64) -> MemoryPlan {
+        MemoryPlan { requests, ..self }
+    }
+
     /// All parts together.
     pub fn needed(&self) -> u64 {
-        self.weights.saturating_add(self.cache).saturating_add(self.scratch)
+        self.weights.saturating_add(self.cache).saturating_add(self.beside())
+    }
+
+    /// What is needed beside weights and cache.
+    fn beside(&self) -> u64 {
+        self.scratch.saturating_add(self.requests)
+    }
+
+    /// The part of requests, where there is one.
+    fn of_requests(&self, before: &str) -> String {
+        if self.requests == 0 { String::new() } else { format!("{before}{} requests", size(self.requests)) }
     }
 
     /// Refuses a plan that does not fit; `context` are the tokens that the cache must hold at least.
     pub fn check(&self, context: usize) -> Result<(), TooLarge> {
         let Some(available) = self.available.filter(|&a| a < self.needed()) else { return Ok(()) };
-        let left = available.saturating_sub(self.weights.saturating_add(self.scratch));
+        let left = available.saturating_sub(self.weights.saturating_add(self.beside()));
         let tokens = (left / self.token_bytes.max(1)) as usize / BLOCK * BLOCK;
         let advice = if tokens >= context {
             format!("--cache-tokens {tokens} would fit")
@@ -79,7 +98,8 @@ impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let MemoryPlan { weights, cache, scratch, tokens, .. } = *self;
         let [w, c, s, all] = [weights, cache, scratch, self.needed()].map(size);
-        write!(f, "memory: {w} weights (mapped) + up to {c} cache ({tokens} tokens) + about {s} scratch = {all}")?;
+        write!(f, "memory: {w} weights (mapped) + up to {c} cache ({tokens} tokens) + about {s} scratch")?;
+        write!(f, "{} = {all}", self.of_requests(" + up to "))?;
         match self.available {
             Some(there) => write!(f, "; {} are there", size(there)),
             None => Ok(()),
@@ -87,7 +107,8 @@ impl fmt::Display for MemoryPlan {
     }
 }
 
-/// Buffers of the largest step: a few rows of every width, logits of one row per sequence, and a fixed part.
+/// Buffers of the largest step: a few rows of every width, logits of one row per sequence and of the rows of prompts
+/// that keep theirs, and a fixed part.
 fn scratch(spec: &ModelSpec, options: &EngineOptions) -> u64 {
     let widest = spec.layers.iter().map(|layer| {
         let Attn::Gqa { heads, kv_heads, head_dim, .. } = layer.attn;
@@ -97,7 +118,7 @@ fn scratch(spec: &ModelSpec, options: &EngineOptions) -> u64 {
     // A budget that follows the machine may grow to 2048 tokens.
     let rows = if options.batch_tokens == 0 { 2048 } else { options.batch_tokens }.max(options.sequences);
     let row = 3 * spec.hidden + widest.max().unwrap_or(0);
-    let logits = spec.vocab.saturating_mul(options.sequences.max(64));
+    let logits = spec.vocab.saturating_mul(options.sequences + LOGIT_ROWS);
     let numbers = (rows as u64).saturating_mul(row as u64).saturating_add(logits as u64);
     numbers.saturating_mul(4).saturating_add(32 << 20)
 }
@@ -150,6 +171,7 @@ mod tests {
             weights: 100_000_000,
             cache: 400_000_000,
             scratch: 50_000_000,
+            requests: 0,
             available,
             tokens: 20_000,
             token_bytes: 20_000,
@@ -160,6 +182,11 @@ mod tests {
         assert!(some.contains("550.0 MB: 100.0 MB weights, 400.0 MB cache for 20000 tokens"), "{some}");
         assert!(some.ends_with("400.0 MB are there; --cache-tokens 12496 would fit"), "{some}");
         assert!(said(180_000_000).contains("--ctx 1488 --cache-tokens 1488"), "{}", said(180_000_000));
+        let with = plan(Some(400_000_000)).with_requests(100_000_000);
+        let text = with.check(4096).unwrap_err().to_string();
+        assert!(text.contains("650.0 MB") && text.contains("50.0 MB scratch, 100.0 MB requests; "), "{text}");
+        assert!(text.ends_with("--cache-tokens 7488 would fit"), "{text}");
+        assert!(with.to_string().contains("50.0 MB scratch + up to 100.0 MB requests = 650.0 MB"), "{with}");
         assert!(said(120_000_000).contains("smaller model"));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::sched::Budget;
+use crate::sched::{Budget, LOGIT_ROWS};
 
 /// How long a step with answers in it should take: everybody who reads one waits so long while others' prompts are
 /// computed.
@@ -28,7 +28,8 @@ pub struct Pace {
 impl Pace {
     /// 0: by measurement.
     pub fn new(tokens: usize) -> Pace {
-        let budget = if tokens == 0 { Budget { mixed: 64, prompts: PROMPTS } } else { tokens.into() };
+        let budget =
+            if tokens == 0 { Budget { mixed: 64, prompts: PROMPTS, logits: LOGIT_ROWS } } else { tokens.into() };
         Pace { fixed: (tokens > 0).then_some(tokens), rate: 0.0, budget }
     }
 
@@ -49,7 +50,7 @@ impl Pace {
         self.rate = if self.rate == 0.0 { rate } else { 0.75 * self.rate + 0.25 * rate };
         let mixed = (self.rate * STEP) as usize / LEAST * LEAST;
         let mixed = mixed.clamp(LEAST, MOST);
-        self.budget = Budget { mixed, prompts: PROMPTS.max(mixed) };
+        self.budget = Budget { mixed, prompts: PROMPTS.max(mixed), logits: LOGIT_ROWS };
     }
 }
 
@@ -59,7 +60,7 @@ mod tests {
 
     #[test]
     fn the_budget_follows_the_machine() {
-        let first = Budget { mixed: 64, prompts: 512 };
+        let first = Budget { mixed: 64, prompts: 512, logits: LOGIT_ROWS };
         let mut pace = Pace::new(0);
         assert_eq!(pace.budget(0), first);
         pace.took(8, 8, Duration::from_secs(1));
@@ -67,8 +68,8 @@ mod tests {
         pace.took(64, 20, Duration::from_secs(1));
         assert_eq!(pace.budget(0), first, "answers say nothing");
         pace.took(512, 512, Duration::from_millis(250));
-        assert_eq!(pace.budget(0), Budget { mixed: 96, prompts: 512 });
-        assert_eq!(pace.budget(40), Budget { mixed: 136, prompts: 512 }, "answers come on top");
+        assert_eq!(pace.budget(0), Budget { mixed: 96, prompts: 512, logits: LOGIT_ROWS });
+        assert_eq!(pace.budget(40), Budget { mixed: 136, prompts: 512, logits: LOGIT_ROWS }, "answers come on top");
         for _ in 0..20 {
             pace.took(64, 60, Duration::from_secs(10));
         }
@@ -76,7 +77,7 @@ mod tests {
         for _ in 0..40 {
             pace.took(512, 512, Duration::from_micros(10));
         }
-        assert_eq!(pace.budget(0), Budget { mixed: MOST, prompts: MOST });
+        assert_eq!(pace.budget(0), Budget { mixed: MOST, prompts: MOST, logits: LOGIT_ROWS });
     }
 
     #[test]

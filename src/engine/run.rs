@@ -270,9 +270,6 @@ impl Engine {
 /// Context where nothing is asked: enough for a chat, and small enough not to ask for gigabytes.
 const DEFAULT_CONTEXT: usize = 4096;
 
-/// Tokens of one step where every row's logits are kept.
-const LOGIT_ROWS: usize = 64;
-
 /// The widest window, if every layer has one.
 fn window(spec: &ModelSpec) -> Option<usize> {
     let windows = spec.layers.iter().map(|layer| {
@@ -299,7 +296,7 @@ impl Generator for Engine {
             priority: request.priority,
             root: request.cache_salt.as_ref().map_or(Node::ROOT, |salt| Node::salted(salt, self.secret)),
             looks_up,
-            chunk: if request.prompt_logprobs.is_some() { LOGIT_ROWS } else { usize::MAX },
+            logits: request.prompt_logprobs.is_some(),
         });
         self.active.insert(id, Active::new(request, self.file.spec().vocab));
         Ok(id)

@@ -1,7 +1,7 @@
 //! The engine on a thread of its own: requests and events go through channels.
 //!
-//! The thread never waits for a client: events go into unbounded queues (bounded by the tokens a request may have),
-//! and a request whose [`Submission`] is dropped is cancelled before the next step. A failing engine ends every
+//! The thread never waits for a client: events go into queues. Tokens that nobody reads are bounded ([`MOST_UNREAD`]);
+//! beyond, what was submitted fails with [`Failure::Unread`]. A request whose [`Submission`] is dropped is cancelled before the next step. A failing engine ends every
 //! request with [`Failure::Engine`] and takes no more.
 
 use std::{
@@ -15,7 +15,10 @@ use std::{
     thread::JoinHandle,
 };
 
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::{
+    Notify,
+    mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+};
 
 use super::{EngineError, Event, Failure, Finish, Generator, Limits, Request, Stats};
 
@@ -62,9 +65,66 @@ struct Shared {
 }
 
 enum Command {
-    Submit { requests: Vec<Request>, submission: u64, events: UnboundedSender<Event> },
+    Submit { requests: Vec<Request>, submission: u64, events: Queue },
     Cancel { submission: u64, index: Option<u64> },
     Stop,
+}
+
+/// Bytes of tokens of one submission that may wait to be read: some ten thousand without logprobs.
+pub const MOST_UNREAD: usize = 4 << 20;
+
+/// Tokens on their way to a reader.
+#[derive(Debug, Default)]
+pub struct Unread {
+    bytes: AtomicUsize,
+    over: AtomicBool,
+    changed: Notify,
+}
+
+impl Unread {
+    /// Returns when there are too many; the submission has failed then.
+    pub async fn over(&self) -> Failure {
+        while !self.over.load(Ordering::Acquire) {
+            self.changed.notified().await;
+        }
+        self.failure()
+    }
+
+    fn failure(&self) -> Failure {
+        Failure::Unread { waiting: self.bytes.load(Ordering::Acquire) }
+    }
+}
+
+/// The sending end of a submission's events.
+#[derive(Clone)]
+struct Queue {
+    events: UnboundedSender<Event>,
+    unread: Arc<Unread>,
+}
+
+impl Queue {
+    fn send(&self, event: Event) {
+        let weight = weight(&event);
+        if weight > 0 {
+            if self.unread.over.load(Ordering::Acquire) {
+                return;
+            }
+            if self.unread.bytes.fetch_add(weight, Ordering::AcqRel) > MOST_UNREAD {
+                self.unread.over.store(true, Ordering::Release);
+                return self.unread.changed.notify_one();
+            }
+        }
+        // A reader that went away has cancelled the request.
+        let _ = self.events.send(event);
+    }
+}
+
+/// Bytes of a token in the queue. Other events come once for each request and count for nothing.
+fn weight(event: &Event) -> usize {
+    match event {
+        Event::Token { top, .. } => size_of::<Event>() + size_of_val(&top[..]),
+        _ => 0,
+    }
 }
 
 /// Requests in progress. Dropping it cancels those that have not ended.
@@ -72,6 +132,7 @@ pub struct Submission {
     id: u64,
     left: usize,
     events: UnboundedReceiver<Event>,
+    unread: Arc<Unread>,
     commands: mpsc::Sender<Command>,
 }
 
@@ -94,8 +155,20 @@ impl Submission {
         self.seen(event)
     }
 
+    /// The tokens that wait.
+    pub fn unread(&self) -> Arc<Unread> {
+        self.unread.clone()
+    }
+
     fn seen(&mut self, event: Option<Event>) -> Option<Event> {
+        if self.unread.over.load(Ordering::Acquire) {
+            // Some were left out; what is still open is cancelled when this is dropped.
+            return Some(Event::Failed { request: 0, error: self.unread.failure() });
+        }
         match &event {
+            Some(event @ Event::Token { .. }) => {
+                self.unread.bytes.fetch_sub(weight(event), Ordering::AcqRel);
+            }
             None => self.left = 0,
             Some(Event::Finished { .. } | Event::Failed { .. }) => self.left -= 1,
             Some(_) => {}
@@ -183,13 +256,15 @@ impl Handle {
             .map_err(|waiting| Refused::Full { waiting, most })?;
         shared.open.fetch_add(count, Ordering::AcqRel);
         let (sender, events) = unbounded_channel();
+        let unread = Arc::new(Unread::default());
+        let queue = Queue { events: sender, unread: unread.clone() };
         let id = next_id();
-        if self.commands.send(Command::Submit { requests, submission: id, events: sender }).is_err() {
+        if self.commands.send(Command::Submit { requests, submission: id, events: queue }).is_err() {
             shared.waiting.fetch_sub(count, Ordering::AcqRel);
             shared.open.fetch_sub(count, Ordering::AcqRel);
             return Err(Refused::Failed("its thread has ended".into()));
         }
-        Ok(Submission { id, left: count, events, commands: self.commands.clone() })
+        Ok(Submission { id, left: count, events, unread, commands: self.commands.clone() })
     }
 
     /// What a request must keep to.
@@ -259,7 +334,7 @@ struct Thread {
 struct Open {
     submission: u64,
     index: u64,
-    events: UnboundedSender<Event>,
+    events: Queue,
     started: bool,
 }
 
@@ -330,8 +405,7 @@ impl Thread {
             self.shared.waiting.fetch_sub(1, Ordering::AcqRel);
         }
         *event.request_mut() = open.index;
-        // A reader that went away has cancelled the request.
-        let _ = open.events.send(event);
+        open.events.send(event);
     }
 
     fn end(&self, open: Open, last: impl FnOnce(u64) -> Event) {
@@ -339,7 +413,7 @@ impl Thread {
             self.shared.waiting.fetch_sub(1, Ordering::AcqRel);
         }
         self.shared.open.fetch_sub(1, Ordering::AcqRel);
-        let _ = open.events.send(last(open.index));
+        open.events.send(last(open.index));
     }
 
     fn end_all(&mut self, last: impl Fn(u64) -> Event) {
@@ -396,6 +470,65 @@ mod tests {
         fn max_context(&self) -> usize {
             100
         }
+    }
+
+    /// Gives a token to everybody in every step, for ever.
+    #[derive(Default)]
+    struct Endless(Vec<u64>, u64);
+
+    impl Generator for Endless {
+        fn add(&mut self, _: Request) -> Result<u64, EngineError> {
+            self.1 += 1;
+            self.0.push(self.1);
+            Ok(self.1)
+        }
+
+        fn cancel(&mut self, request: u64) {
+            self.0.retain(|&r| r != request);
+        }
+
+        fn step(&mut self, events: &mut Vec<Event>) -> Result<bool, EngineError> {
+            let top = vec![(5, -1.0); 20];
+            events.extend(self.0.iter().map(|&request| Event::Token {
+                request,
+                id: 5,
+                logprob: None,
+                top: top.clone(),
+            }));
+            Ok(true)
+        }
+
+        fn max_context(&self) -> usize {
+            100
+        }
+    }
+
+    #[test]
+    fn tokens_that_nobody_reads_are_bounded() {
+        let worker = Worker::start(Box::new(Endless::default()), 300).unwrap();
+        let handle = worker.handle();
+        let request = || Request { prompt: vec![1], max_tokens: 5, ..Request::default() };
+        let mut stands = handle.submit(vec![request(); 128]).unwrap();
+        let mut reads = handle.submit(vec![request()]).unwrap();
+        // The other goes on.
+        while !stands.unread().over.load(Ordering::Acquire) {
+            assert!(matches!(reads.next_blocking(), Some(Event::Token { .. })));
+        }
+        let waiting = stands.unread().bytes.load(Ordering::Acquire);
+        assert!((MOST_UNREAD..MOST_UNREAD + 1000).contains(&waiting), "{waiting}");
+        let failed =
+            |e| matches!(e, Some(Event::Failed { error: Failure::Unread { waiting }, .. }) if waiting > MOST_UNREAD);
+        assert!(failed(stands.next_blocking()));
+        let waiting = stands.events.len();
+        assert!(
+            waiting > 10_000 && waiting * weight(&reads.next_blocking().unwrap()) <= MOST_UNREAD + 1000,
+            "{waiting}"
+        );
+        // Beyond that nothing is kept.
+        for _ in 0..100 {
+            assert!(matches!(reads.next_blocking(), Some(Event::Token { .. })));
+        }
+        assert_eq!(stands.events.len(), waiting);
     }
 
     #[test]

@@ -31,7 +31,7 @@ pub struct Sequence {
     /// The text up to the end of each full block, as far as it is remembered.
     nodes: Vec<Node>,
     looks_up: bool,
-    chunk: usize,
+    logits: bool,
     started: bool,
 }
 
@@ -48,14 +48,14 @@ pub struct Arrival {
     pub root: Node,
     /// Whether a beginning that is in the cache may be left out; else every token is computed.
     pub looks_up: bool,
-    /// Most tokens of a step.
-    pub chunk: usize,
+    /// Whether the logits of every token are kept, for which a step has [`Budget::logits`].
+    pub logits: bool,
 }
 
 impl Arrival {
     /// A text with nothing special about it.
     pub fn new(id: u64, tokens: Vec<u32>) -> Arrival {
-        Arrival { id, tokens, priority: 0, root: Node::ROOT, looks_up: true, chunk: usize::MAX }
+        Arrival { id, tokens, priority: 0, root: Node::ROOT, looks_up: true, logits: false }
     }
 }
 
@@ -95,11 +95,16 @@ pub struct Budget {
     pub mixed: usize,
     /// When there are only prompts.
     pub prompts: usize,
+    /// Of sequences together that keep the logits of every token; a last token counts for nothing.
+    pub logits: usize,
 }
+
+/// Logits take room: so many rows of a step have them, beside those of which a token is chosen.
+pub const LOGIT_ROWS: usize = 64;
 
 impl From<usize> for Budget {
     fn from(tokens: usize) -> Budget {
-        Budget { mixed: tokens, prompts: tokens }
+        Budget { mixed: tokens, prompts: tokens, logits: LOGIT_ROWS }
     }
 }
 
@@ -193,7 +198,7 @@ impl Scheduler {
             root: new.root,
             nodes: vec![],
             looks_up: new.looks_up,
-            chunk: new.chunk.max(1),
+            logits: new.logits,
             started: false,
         };
         self.waiting.insert(order, sequence);
@@ -259,7 +264,7 @@ impl Scheduler {
             }
             // Room for the whole text, or it would soon be preempted; as much as it will ever hold, with a window.
             let whole = s.tokens.len() + usize::from(!self.running.is_empty());
-            let held = self.window.map_or(whole, |w| whole.min(found + w + self.budget.prompts.min(s.chunk)));
+            let held = self.window.map_or(whole, |w| whole.min(found + w + self.most_of(s)));
             let new = held.div_ceil(self.pool.block_tokens()).saturating_sub(hit.blocks.len());
             let spare = if self.running.is_empty() { 0 } else { self.running.len() + 1 };
             if new + spare > self.pool.idle() - self.pool.idle_of(&hit) {
@@ -320,19 +325,27 @@ impl Scheduler {
     /// Shares the rest of the budget between prompts.
     fn share_out(&mut self, mut budget: usize, step: &mut Step) {
         let waits = |s: &&Sequence| !step.shares.iter().any(|share| share.id == s.id);
-        let mut prompts: Vec<(Order, usize)> =
-            self.running.iter().filter(waits).map(|s| (s.order, s.pending().min(s.chunk))).collect();
-        let Some(&(first, wanted)) = prompts.first() else { return };
+        let mut rows = self.budget.logits.max(1);
+        let mut prompts: Vec<(Order, usize, bool)> =
+            self.running.iter().filter(waits).map(|s| (s.order, s.pending().min(self.most_of(s)), s.logits)).collect();
+        let Some(&(first, wanted, logits)) = prompts.first() else { return };
         let mut counts = vec![(first, wanted.min(budget.div_ceil(2)))];
         budget -= counts[0].1;
+        if logits {
+            rows -= counts[0].1;
+        }
         prompts.remove(0);
-        prompts.sort_by_key(|&(order, wanted)| (order.priority, wanted, order.arrival));
-        for (order, wanted) in prompts {
-            let count = wanted.min(budget);
+        prompts.sort_by_key(|&(order, wanted, _)| (order.priority, wanted, order.arrival));
+        for (order, wanted, logits) in prompts {
+            let count = wanted.min(budget).min(if logits { rows } else { usize::MAX });
             budget -= count;
+            if logits {
+                rows -= count;
+            }
             counts.push((order, count));
         }
-        counts[0].1 = wanted.min(counts[0].1 + budget);
+        let more = if logits { budget.min(rows) } else { budget };
+        counts[0].1 = wanted.min(counts[0].1 + more);
         for (order, count) in counts.into_iter().filter(|&(_, count)| count > 0) {
             // One that has gone meanwhile has given its blocks to those before it.
             while let Ok(i) = self.running.binary_search_by_key(&order, |s| s.order) {
@@ -343,6 +356,11 @@ impl Scheduler {
                 self.preempt_last(step);
             }
         }
+    }
+
+    /// Most tokens of a prompt in one step, as far as it is up to the prompt.
+    fn most_of(&self, s: &Sequence) -> usize {
+        if s.logits { self.budget.prompts.min(self.budget.logits.max(1)) } else { self.budget.prompts }
     }
 
     /// Blocks for `count` more tokens of a running sequence.

@@ -76,12 +76,12 @@ fn content(q: &Sequence, p: usize) -> u64 {
 #[test]
 fn simulation() {
     let mut random = dice(1);
-    let (mut total, mut shared, mut copies, mut passed) = (Counts::default(), 0, 0, 0);
+    let (mut total, mut shared, mut copies, mut passed, mut split) = (Counts::default(), 0, 0, 0, 0);
     for round in 0..400 {
         let (size, blocks, most) = (1 + random(4), 8 + random(12), 1 + random(5));
         let room = size * blocks;
         let window = (random(3) == 0).then(|| 1 + random(room / 2));
-        let budget = Budget { mixed: most + random(12), prompts: most + random(20) };
+        let budget = Budget { mixed: most + random(12), prompts: most + random(20), logits: 1 + random(6) };
         let mut s = Scheduler::new(KvPool::new(blocks, size), budget, most, window);
         let mut memory = Memory::new(blocks, size, window);
         let mut want: HashMap<u64, Vec<u32>> = HashMap::new();
@@ -98,8 +98,8 @@ fn simulation() {
                 let root = if random(4) == 0 { Node::salted("a", 5) } else { Node::ROOT };
                 let looks_up = random(5) > 0;
                 lookers.insert(added, looks_up);
-                let chunk = if random(4) == 0 { 1 + random(3) } else { usize::MAX };
-                s.add(Arrival { id: added, tokens: prompt, priority: random(3) as i32, root, looks_up, chunk });
+                let logits = random(4) == 0;
+                s.add(Arrival { id: added, tokens: prompt, priority: random(3) as i32, root, looks_up, logits });
                 added += 1;
             }
             if random(40) == 0 && added > 0 {
@@ -112,6 +112,10 @@ fn simulation() {
             s.check();
             let count: usize = step.shares.iter().map(|x| x.count).sum();
             assert!(count <= s.budget.mixed.max(s.budget.prompts), "{step:?}");
+            let logits = |x: &&Scheduled| s.running(x.id).is_some_and(|q| q.logits && q.pending() > 1);
+            let rows: usize = step.shares.iter().filter(logits).map(|x| x.count).sum();
+            assert!(rows <= s.budget.logits, "{step:?} with {:?}", s.budget);
+            split += usize::from(rows == s.budget.logits);
             for (id, found) in &step.started {
                 assert!(lookers[id] || *found == 0);
             }
@@ -141,6 +145,7 @@ fn simulation() {
         total.looked_up += s.counts().looked_up;
         total.found += s.counts().found;
     }
+    assert!(split > 500, "{split} steps had as many rows with logits as they may");
     assert!(total.preemptions > 200, "only {} preemptions: the pools were not tiny enough", total.preemptions);
     assert!(
         total.found * 5 > total.looked_up && copies > 1000 && passed > 1000,
@@ -205,7 +210,7 @@ fn a_fork_copies_the_last_block() {
 
 #[test]
 fn a_long_prompt_makes_nobody_wait() {
-    let mut s = Scheduler::new(KvPool::new(400, 16), Budget { mixed: 64, prompts: 256 }, 8, None);
+    let mut s = Scheduler::new(KvPool::new(400, 16), Budget { mixed: 64, prompts: 256, logits: LOGIT_ROWS }, 8, None);
     let mut memory = Memory::new(400, 16, None);
     s.add(Arrival::new(0, prompt(10, 1)));
     s.add(Arrival::new(1, prompt(2500, 2)));
@@ -321,4 +326,27 @@ fn a_budget_below_the_number_of_answers_stops_neither_them_nor_prompts() {
         ended = ended.or(step.shares.iter().any(|x| x.id == 9 && x.last).then_some(steps));
     });
     assert!(ended.unwrap() <= 5 + 20, "{ended:?}");
+}
+
+#[test]
+fn rows_with_logits_are_few_in_a_step_and_take_nothing_from_others() {
+    let budget = Budget { mixed: 256, prompts: 256, logits: 40 };
+    let mut s = Scheduler::new(KvPool::new(400, 16), budget, 12, None);
+    let mut memory = Memory::new(400, 16, None);
+    for id in 0..8 {
+        s.add(Arrival { logits: true, looks_up: false, ..Arrival::new(id, prompt(100, id)) });
+    }
+    s.add(Arrival::new(9, prompt(600, 9)));
+    let (mut steps, mut others) = (0, 0);
+    drive(&mut s, &mut memory, 1, |s, step| {
+        let of = |logits: bool| {
+            let mine = |x: &&Scheduled| s.running(x.id).is_some_and(|q| q.logits == logits && q.pending() > 1);
+            step.shares.iter().filter(mine).map(|x| x.count).sum::<usize>()
+        };
+        assert!(of(true) <= 40, "{step:?}");
+        steps += 1;
+        others += of(false);
+    });
+    assert_eq!(others, 600);
+    assert!((800 / 40..=800 / 40 + 3).contains(&steps), "{steps} steps");
 }
