@@ -7,6 +7,7 @@
 
 mod active;
 mod constraint;
+mod defaults;
 mod keep;
 mod memory;
 mod pace;
@@ -14,6 +15,7 @@ mod run;
 pub mod worker;
 
 pub use constraint::{Constraint, Grammar, TokenSet};
+pub use defaults::defaults;
 pub use memory::MemoryPlan;
 pub use run::{Engine, EngineOptions, OpenError};
 
@@ -154,6 +156,12 @@ pub enum Failure {
     /// The engine cannot go on.
     #[error("the engine failed: {0}")]
     Engine(String),
+    /// Nobody takes the tokens.
+    #[error("the answer was ended: {waiting} bytes of tokens waited for a reader that takes too few")]
+    Unread {
+        /// Bytes that waited.
+        waiting: usize,
+    },
 }
 
 /// The state of an engine, for people and metrics.

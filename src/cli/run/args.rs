@@ -8,13 +8,14 @@ use quern_models::Generation;
 use serde_json::{Map, Value};
 
 use super::RunError;
-use crate::{cli::EngineArgs, random};
+use crate::{cli::EngineArgs, engine::defaults, random};
 
 /// Flags of `quern run`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Without -p, -f or --batch the prompt is read from stdin, or you chat if stdin is a terminal.\n\
-    Sampling defaults are those of the model file; a file that does not ask for sampling is run at temperature 0."
+    Sampling defaults are those of the model file, as for quern serve; what it does not say is temperature 1.\n\
+    --temperature 0 takes the likeliest tokens."
 )]
 pub struct RunArgs {
     /// A .qrn file
@@ -119,16 +120,13 @@ pub(super) struct Settings {
 
 impl Settings {
     pub fn new(args: &RunArgs, file: &Generation, vocab: usize) -> Result<Settings, RunError> {
-        let off = SamplingParams::default();
-        // Hugging Face's rule: greedy unless the authors sample; the penalty holds either way.
-        let samples = file.do_sample == Some(true);
-        let or_file = |file: Option<f32>, off: f32| if samples { file.unwrap_or(off) } else { off };
+        let file = defaults(file);
         let sampling = SamplingParams {
-            temperature: args.temperature.unwrap_or(if samples { file.temperature.unwrap_or(1.0) } else { 0.0 }),
-            top_k: args.top_k.unwrap_or(if samples { file.top_k.unwrap_or(off.top_k) } else { off.top_k }),
-            top_p: args.top_p.unwrap_or(or_file(file.top_p, off.top_p)),
-            min_p: args.min_p.unwrap_or(or_file(file.min_p, off.min_p)),
-            repetition_penalty: args.repetition_penalty.or(file.repetition_penalty).unwrap_or(off.repetition_penalty),
+            temperature: args.temperature.unwrap_or(file.temperature),
+            top_k: args.top_k.unwrap_or(file.top_k),
+            top_p: args.top_p.unwrap_or(file.top_p),
+            min_p: args.min_p.unwrap_or(file.min_p),
+            repetition_penalty: args.repetition_penalty.unwrap_or(file.repetition_penalty),
             presence_penalty: args.presence_penalty.unwrap_or(0.0),
             frequency_penalty: args.frequency_penalty.unwrap_or(0.0),
             penalty_last_n: None,
@@ -239,13 +237,13 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn without_do_sample_it_is_greedy() {
-        let file = Generation { do_sample: None, ..authors() };
-        let greedy = settings(&[], &file).unwrap();
-        assert!(greedy.sampling.is_greedy() && greedy.notes.is_empty());
-        assert_eq!(greedy.sampling.repetition_penalty, 1.1);
-        assert_eq!(settings(&["--temperature", "0.5"], &file).unwrap().sampling.temperature, 0.5);
-        let notes = settings(&["--top-p", "0.5", "--seed", "1"], &file).unwrap().notes;
+    fn it_samples_as_the_server_does() {
+        for file in [authors(), Generation { do_sample: None, ..authors() }, Generation::default()] {
+            let seed = settings(&[], &file).unwrap().sampling.seed;
+            let own = SamplingParams { seed, ..settings(&[], &file).unwrap().sampling };
+            assert_eq!(own, SamplingParams { seed, ..defaults(&file) });
+        }
+        let notes = settings(&["--temperature", "0", "--top-p", "0.5", "--seed", "1"], &authors()).unwrap().notes;
         assert_eq!(notes, ["temperature is 0: --top-p, --seed has no effect; add --temperature 1"]);
     }
 
