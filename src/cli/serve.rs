@@ -16,9 +16,9 @@ use super::{
     run::{RunError, note},
 };
 use crate::{
-    engine::{Engine, EngineOptions, OpenError, worker::Worker},
+    engine::{Engine, EngineOptions, OpenError, defaults, worker::Worker},
     server::{
-        ModelInfo, State, api,
+        ModelInfo, State,
         gate::Gate,
         listen::{HttpOptions, Listener, Running, most_files},
         log::{Log, Style},
@@ -54,12 +54,19 @@ pub struct ServeArgs {
     /// Origin of web pages that may ask, e.g. `https://chat.example.org`, or *; repeatable
     #[arg(long, value_name = "ORIGIN", help_heading = "Network")]
     pub cors: Vec<String>,
+    /// Another name of this server, for requests without --api-key that do not ask for localhost or an address; or *
+    #[arg(long, value_name = "NAME", help_heading = "Network")]
+    pub allow_host: Vec<String>,
     /// Most connections open at once [default: 1024, less where fewer files may be open]
     #[arg(long, value_name = "N", value_parser = positive, help_heading = "Network")]
     pub max_connections: Option<usize>,
     /// Most bytes of a request's body
     #[arg(long, value_name = "BYTES", default_value_t = 16 << 20, help_heading = "Network")]
     pub max_body: u64,
+    /// Bytes of all requests together that are being received, wait to be read or are read; more are told to come back
+    /// later (status 503)
+    #[arg(long, value_name = "BYTES", default_value_t = 64 << 20, help_heading = "Network")]
+    pub request_memory: u64,
     /// How long a client may take to send a request's head, to go on with its body, or to take some of the answer
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds, help_heading = "Network")]
     pub client_timeout: Duration,
@@ -117,7 +124,7 @@ pub enum LogStyle {
 
 /// Runs the command.
 pub fn main(args: ServeArgs) -> Result<(), Box<dyn Error>> {
-    let options = http_options(&args)?;
+    let mut options = http_options(&args)?;
     let file = open(&args.file)?;
     let listener = match &args.unix_socket {
         Some(path) => Listener::unix(path)?,
@@ -127,6 +134,8 @@ pub fn main(args: ServeArgs) -> Result<(), Box<dyn Error>> {
         LogStyle::Text => Style::Text,
         LogStyle::Json => Style::Json,
     };
+    options.gate.hosts = matches!(listener, Listener::Tcp(_) if !reachable(&listener))
+        .then(|| [args.allow_host.as_slice(), std::slice::from_ref(&args.host)].concat());
     let open_to_all = options.gate.keys.is_empty() && reachable(&listener);
     let address = listener.describe();
     let server = Running::start(listener, options, Log::start(style)?)?;
@@ -171,7 +180,7 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
         return Err(RunError::Open(OpenError::Context { asked: args.engine.ctx, most }).into());
     }
     let options = engine_options(args, file.spec());
-    let plan = Engine::memory(&file, &options);
+    let plan = Engine::memory(&file, &options).with_requests(args.request_memory);
     say(&plan.to_string());
     plan.check(options.context_of(file.spec()))?;
     let text = TextModel::of(&file)?;
@@ -179,7 +188,7 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
     if args.raw {
         text = text.raw();
     }
-    let defaults = api::defaults(file.generation());
+    let defaults = defaults(file.generation());
     defaults
         .validate()
         .map_err(|e| format!("{}: the file's sampling defaults cannot be used: {e}", args.file.display()))?;
@@ -238,8 +247,9 @@ fn http_options(args: &ServeArgs) -> Result<HttpOptions, Box<dyn Error>> {
         return Err(Usage(text).into());
     }
     Ok(HttpOptions {
-        gate: Gate { keys, origins: args.cors.clone() },
+        gate: Gate { keys, origins: args.cors.clone(), hosts: None },
         max_body: args.max_body,
+        request_memory: args.request_memory,
         max_connections: args.max_connections.unwrap_or(fitting),
         client_timeout: args.client_timeout,
         keep_alive: args.keep_alive,

@@ -32,6 +32,7 @@ use tokio::{
 
 use super::{
     ApiError, Call, Reply, api, gate,
+    intake::Share,
     listen::{Server, Stage},
     log::Line,
     metrics,
@@ -55,6 +56,8 @@ pub struct Connection {
     pub leaving: Cell<bool>,
     /// Asks it.
     pub leave: Notify,
+    /// Asks the request whose body is waited for.
+    pub evict: Notify,
 }
 
 /// Serves one client until it or the server has had enough.
@@ -67,6 +70,7 @@ pub async fn serve(server: Arc<Server>, peer: Rc<Peer>, address: Option<SocketAd
         server: server.clone(),
         peer: peer.clone(),
         address,
+        connection: connection.clone(),
         progress: connection.progress.clone(),
         unread: unread.clone(),
     };
@@ -82,11 +86,12 @@ pub async fn serve(server: Arc<Server>, peer: Rc<Peer>, address: Option<SocketAd
             biased;
             result = http.as_mut() => break result,
             () = connection.leave.notified() => {
-                // A request that has come is not lost.
-                if connection.progress.get().0 != Turn::Request {
-                    return;
+                match connection.progress.get().0 {
+                    // A request that has come is not lost.
+                    Turn::Request => connection.leaving.set(false),
+                    Turn::Body => connection.evict.notify_one(),
+                    Turn::Idle | Turn::Head => return,
                 }
-                connection.leaving.set(false);
             }
             _ = stage.wait_for(|&s| s == Stage::Closing), if !closing => {
                 closing = true;
@@ -111,7 +116,7 @@ pub async fn serve(server: Arc<Server>, peer: Rc<Peer>, address: Option<SocketAd
         };
         server.log.request(&line);
     }
-    if parse.is_some() || unread.get() {
+    if (parse.is_some() || unread.get()) && !connection.leaving.get() {
         connection.progress.set(Turn::Idle);
         tokio::select! {
             () = peer.linger() => {}
@@ -126,6 +131,7 @@ struct Client {
     server: Arc<Server>,
     peer: Rc<Peer>,
     address: Option<SocketAddr>,
+    connection: Rc<Connection>,
     progress: Rc<Progress>,
     /// A body was left unread: closing at once would take the answer back.
     unread: Rc<Cell<bool>>,
@@ -142,6 +148,7 @@ async fn answer(client: Client, request: Request<Incoming>) -> Result<Response<A
         query: head.uri.query().map(str::to_string),
         headers: head.headers,
         body: Bytes::new(),
+        share: server.intake.share(),
         id: exchange.id.clone(),
         arrived: exchange.arrived,
     };
@@ -157,7 +164,7 @@ async fn answer(client: Client, request: Request<Incoming>) -> Result<Response<A
     } else {
         // Where nothing is computed the client need not be looked for.
         let had_body = !body.is_end_stream();
-        let work = reply(&server, call, body, &close);
+        let work = reply(&client, call, body, &close);
         tokio::select! {
             biased;
             reply = work => reply.unwrap_or_else(|refused| {
@@ -227,7 +234,8 @@ async fn answer(client: Client, request: Request<Incoming>) -> Result<Response<A
 struct Gone;
 
 /// What a request gets; `Err` where its body was not read to the end.
-async fn reply(server: &Arc<Server>, mut call: Call, body: Incoming, close: &Cell<bool>) -> Result<Reply, ApiError> {
+async fn reply(client: &Client, mut call: Call, body: Incoming, close: &Cell<bool>) -> Result<Reply, ApiError> {
+    let server = &client.server;
     if let Some(reply) = own(server, &call) {
         close.set(!body.is_end_stream());
         return Ok(reply);
@@ -241,7 +249,9 @@ async fn reply(server: &Arc<Server>, mut call: Call, body: Incoming, close: &Cel
     if server.draining() {
         return Err(stopping());
     }
-    call.body = whole(body, server.options.max_body, server.options.client_timeout).await?;
+    if !body.is_end_stream() {
+        call.body = received(client, body, &mut call.share).await?;
+    }
     let what = format!("{} {}", call.method, call.path);
     let routed = Caught(Box::pin(api::route(state, call))).await;
     Ok(routed.unwrap_or_else(|()| {
@@ -294,8 +304,32 @@ fn health(server: &Server) -> Reply {
     }
 }
 
+/// Reads a body, unless others need the connection more than a client that does not send.
+async fn received(client: &Client, body: Incoming, share: &mut Share) -> Result<Bytes, ApiError> {
+    client.progress.set(Turn::Body);
+    let (options, connection) = (&client.server.options, &client.connection);
+    let evicted = async {
+        while !connection.leaving.get() {
+            connection.evict.notified().await;
+        }
+    };
+    let body = tokio::select! {
+        biased;
+        body = whole(body, options.max_body, options.client_timeout, share) => {
+            connection.leaving.set(false);
+            body
+        }
+        () = evicted => {
+            let message = "all connections are in use, and this one made room: its body had not come yet";
+            Err(ApiError { retry_after: Some(1), ..ApiError::new(503, "overloaded_error", message) })
+        }
+    };
+    client.progress.set(Turn::Request);
+    body
+}
+
 /// Reads a body; memory grows only with what has come.
-async fn whole(body: Incoming, most: u64, patience: Duration) -> Result<Bytes, ApiError> {
+async fn whole(body: Incoming, most: u64, patience: Duration, share: &mut Share) -> Result<Bytes, ApiError> {
     /// A body may take a second longer for each of these bytes that came.
     const SLOWEST: u64 = 32 << 10;
     let start = tokio::time::Instant::now();
@@ -307,6 +341,7 @@ async fn whole(body: Incoming, most: u64, patience: Duration) -> Result<Bytes, A
     if promised > most {
         return Err(too_large(promised.to_string()));
     }
+    share.check(promised)?;
     let mut body = pin!(body);
     let (mut first, mut all) = (Bytes::new(), BytesMut::new());
     loop {
@@ -325,11 +360,14 @@ async fn whole(body: Incoming, most: u64, patience: Duration) -> Result<Bytes, A
         if got + data.len() as u64 > most {
             return Err(too_large(format!("more than {most}")));
         }
+        share.grow(got + data.len() as u64)?;
         if first.is_empty() && all.is_empty() {
             first = data;
         } else {
             all.extend_from_slice(&std::mem::take(&mut first));
             all.extend_from_slice(&data);
+            // Room for more has been made.
+            share.grow(all.capacity() as u64)?;
         }
     }
     Ok(if all.is_empty() { first } else { all.freeze() })

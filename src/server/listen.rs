@@ -35,6 +35,7 @@ use super::{
     State,
     gate::Gate,
     http::{self, Connection},
+    intake::Intake,
     log::Log,
     metrics,
     peer::{Peer, Progress, Turn},
@@ -47,6 +48,8 @@ pub struct HttpOptions {
     pub gate: Gate,
     /// Most bytes of a request's body.
     pub max_body: u64,
+    /// Bytes of all requests that are being received or read.
+    pub request_memory: u64,
     /// Most connections open at once.
     pub max_connections: usize,
     /// How long a client may take to send a head, to go on with a body, or to take some of an answer.
@@ -75,7 +78,9 @@ pub struct Server {
     /// How clients are treated.
     pub options: HttpOptions,
     /// Where lines go.
-    pub log: Log,
+    pub log: Arc<Log>,
+    /// Memory for requests that are being received or read.
+    pub intake: Arc<Intake>,
     state: OnceLock<Arc<State>>,
     stage: watch::Sender<Stage>,
     in_progress: AtomicUsize,
@@ -241,8 +246,9 @@ impl Running {
             Listener::Tcp(_) => None,
         };
         let server = Arc::new(Server {
+            intake: Intake::new(options.request_memory),
             options,
-            log,
+            log: Arc::new(log),
             state: OnceLock::new(),
             stage: watch::channel(Stage::Open).0,
             in_progress: AtomicUsize::new(0),
@@ -250,8 +256,9 @@ impl Running {
             requests: Mutex::default(),
             socket_file: Mutex::new(socket_file),
         });
-        // Reading and tokenizing a request takes a thread for a moment; two keep a long one from stopping the others.
-        const HELPERS: usize = 2;
+        // Reading and tokenizing a request takes a thread for a moment. A large request may take one for long and a
+        // large answer another (`Lanes`), and one is left for the others.
+        const HELPERS: usize = 3;
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(HELPERS).build()?;
         let shared = server.clone();
@@ -268,7 +275,9 @@ impl Running {
     }
 
     /// The model is loaded.
-    pub fn ready(&self, state: State) {
+    pub fn ready(&self, mut state: State) {
+        let log = self.server.log.clone();
+        state.note = Arc::new(move |message| log.event(message));
         let _ = self.server.state.set(Arc::new(state));
     }
 
@@ -403,14 +412,15 @@ impl Accepting {
         staying >= self.server.options.max_connections
     }
 
-    /// Closes the connection that has waited longest for its client; false where all have a request in progress.
+    /// Closes the connection that has waited longest for its client, of those that wait for the rest of a request only
+    /// where no other is left; false where all have a whole request in progress.
     fn make_room(&self) -> bool {
         let open = self.open.borrow();
         let waiting = open.values().filter_map(|c| match c.progress.get() {
             (Turn::Request, _) => None,
-            (_, since) => (!c.leaving.get()).then_some((since, c)),
+            (turn, since) => (!c.leaving.get()).then_some(((turn == Turn::Body, since), c)),
         });
-        let Some((_, connection)) = waiting.min_by_key(|(since, _)| *since) else { return false };
+        let Some((_, connection)) = waiting.min_by_key(|(order, _)| *order) else { return false };
         connection.leaving.set(true);
         connection.leave.notify_one();
         true
@@ -468,6 +478,7 @@ fn connect(accepting: &Rc<Accepting>, id: u64, peer: Peer, address: Option<Socke
         progress: Rc::new(Progress::connected()),
         leaving: Cell::new(false),
         leave: Notify::new(),
+        evict: Notify::new(),
     });
     accepting.open.borrow_mut().insert(id, connection.clone());
     let accepting = accepting.clone();

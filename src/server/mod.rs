@@ -6,6 +6,7 @@
 pub mod api;
 pub mod gate;
 pub mod http;
+pub mod intake;
 pub mod listen;
 pub mod log;
 pub mod metrics;
@@ -20,6 +21,7 @@ use std::{
 use bytes::Bytes;
 use hyper::{HeaderMap, Method};
 use serde_json::{Map, Value, json};
+use tokio::sync::Semaphore;
 
 use crate::{engine::worker::Handle, grammar::GrammarFactory, text::TextModel};
 
@@ -35,6 +37,10 @@ pub struct State {
     pub metrics: metrics::Metrics,
     /// What makes constraints of answers.
     pub grammars: GrammarFactory,
+    /// Where requests and answers that take long to read and write wait for each other.
+    pub lanes: Lanes,
+    /// Says something to whoever runs the server.
+    pub note: Arc<dyn Fn(&str) + Send + Sync>,
     /// Longest time from a request's head to its last token; `None`: any.
     pub timeout: Option<Duration>,
 }
@@ -43,7 +49,31 @@ impl State {
     /// A server that has measured nothing yet and gives requests any time.
     pub fn new(engine: Handle, text: Arc<TextModel>, model: ModelInfo) -> State {
         let grammars = GrammarFactory::new(text.clone(), engine.limits().vocab);
-        State { engine, text, model, metrics: metrics::Metrics::default(), grammars, timeout: None }
+        State {
+            engine,
+            text,
+            model,
+            metrics: metrics::Metrics::default(),
+            grammars,
+            lanes: Lanes::default(),
+            note: Arc::new(|_| {}),
+            timeout: None,
+        }
+    }
+}
+
+/// One large request is read at a time and one large answer written, so that small ones always find a thread.
+#[derive(Debug, Clone)]
+pub struct Lanes {
+    /// Large requests.
+    pub read: Arc<Semaphore>,
+    /// Large answers.
+    pub write: Arc<Semaphore>,
+}
+
+impl Default for Lanes {
+    fn default() -> Lanes {
+        Lanes { read: Arc::new(Semaphore::new(1)), write: Arc::new(Semaphore::new(1)) }
     }
 }
 
@@ -75,6 +105,8 @@ pub struct Call {
     pub headers: HeaderMap,
     /// The whole body.
     pub body: Bytes,
+    /// The memory that reading the body may take.
+    pub share: intake::Share,
     /// Names the request in logs, answers and the `X-Request-Id` header.
     pub id: String,
     /// When its head had been read.
@@ -107,7 +139,11 @@ impl Reply {
 
     /// JSON.
     pub fn with_status(status: u16, value: &Value) -> Reply {
-        let body = Bytes::from(value.to_string());
+        Reply::text(status, Bytes::from(value.to_string()))
+    }
+
+    /// JSON that has been written out.
+    pub fn text(status: u16, body: Bytes) -> Reply {
         Reply::Whole { status, content_type: "application/json", headers: vec![], body }
     }
 }

@@ -21,6 +21,8 @@ use tokio::{
     time::{Instant, Sleep, sleep, sleep_until, timeout},
 };
 
+use super::ApiError;
+
 /// A client is looked for this often, and not before this time has passed since its request.
 pub const GRACE: Duration = Duration::from_millis(100);
 
@@ -101,7 +103,9 @@ pub enum Turn {
     Idle,
     /// The client sends the head of a request.
     Head,
-    /// A request is being read, computed or answered.
+    /// The client sends the body of a request.
+    Body,
+    /// A request that has come is being read, computed or answered.
     Request,
 }
 
@@ -158,7 +162,7 @@ impl Socket {
             (Turn::Idle, since) => since + self.patience.idle,
             (Turn::Head, since) => since + self.patience.client,
             // Whoever reads the body has a clock of its own.
-            (Turn::Request, _) => return Poll::Pending,
+            (Turn::Body | Turn::Request, _) => return Poll::Pending,
         };
         let fresh = || (until, Box::pin(sleep_until(until)));
         let (set, sleep) = self.reading.get_or_insert_with(fresh);
@@ -168,6 +172,17 @@ impl Socket {
         }
         ready!(sleep.as_mut().poll(cx));
         Poll::Ready(Err(ErrorKind::TimedOut.into()))
+    }
+
+    /// What to send instead of bytes that no handler of ours has written.
+    fn refusal(&self, slices: &[IoSlice<'_>]) -> Option<String> {
+        const MOST: usize = 512;
+        let ours = matches!(self.progress.get().0, Turn::Body | Turn::Request);
+        if ours || slices.iter().map(|slice| slice.len()).sum::<usize>() > MOST {
+            return None;
+        }
+        let head: Vec<u8> = slices.iter().flat_map(|slice| slice.iter().copied()).collect();
+        explained(std::str::from_utf8(&head).ok()?)
     }
 
     fn write_with(
@@ -228,7 +243,10 @@ impl Read for Socket {
 
 impl Write for Socket {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.write_with(cx, |peer| peer.try_write(bytes))
+        match self.refusal(&[IoSlice::new(bytes)]) {
+            Some(text) => self.write_with(cx, |peer| peer.try_write(text.as_bytes()).map(|_| bytes.len())),
+            None => self.write_with(cx, |peer| peer.try_write(bytes)),
+        }
     }
 
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -250,6 +268,55 @@ impl Write for Socket {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.write_with(cx, |peer| either!(peer, s => s.try_write_vectored(slices)))
+        match self.refusal(slices) {
+            Some(text) => {
+                let all = slices.iter().map(|slice| slice.len()).sum();
+                self.write_with(cx, |peer| peer.try_write(text.as_bytes()).map(|_| all))
+            }
+            None => self.write_with(cx, |peer| either!(peer, s => s.try_write_vectored(slices))),
+        }
+    }
+}
+
+/// What a client reads whose request could not be parsed: hyper's answer to that is a head alone.
+fn explained(head: &str) -> Option<String> {
+    let status = head.strip_prefix("HTTP/1.1 ")?.get(..3)?.parse().ok()?;
+    let message = match status {
+        400 => "the request is no HTTP/1.1 that can be understood: its first line, a header or a length is wrong",
+        414 => "the address in the request's first line is too long",
+        431 => "the head of the request is too large: more than 64 KiB, or more than 100 headers",
+        _ => return None,
+    };
+    if !head.ends_with("\r\n\r\n") || !head.contains("content-length: 0\r\n") {
+        return None;
+    }
+    let line = head.lines().next()?;
+    let body = ApiError::new(status, "invalid_request_error", message).body().to_string();
+    let length = body.len();
+    Some(format!(
+        "{line}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{body}"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_head_alone_is_explained_and_nothing_else() {
+        let bare = "HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+        let text = explained(bare).unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.1 431 ") && head.ends_with(&format!("content-length: {}", body.len())));
+        assert!(body.contains("invalid_request_error") && body.contains("100 headers"), "{body}");
+        for other in [
+            bare.replace("431", "200"),
+            bare.replace(": 0", ": 7"),
+            format!("{bare}more"),
+            format!(" {bare}"),
+            "data: HTTP/1.1 400\n\n".into(),
+        ] {
+            assert_eq!(explained(&other), None, "{other}");
+        }
     }
 }

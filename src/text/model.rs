@@ -100,17 +100,17 @@ impl TextModel {
         tools: Option<&Value>,
         extra: &Map<String, Value>,
     ) -> Result<Vec<u32>, PromptError> {
-        self.dialog(messages, tools, extra, Ending::Ask)
+        self.rendered(&self.render(messages, tools, extra, Ending::Ask)?)
     }
 
-    /// A conversation as a prompt that ends as it is told to.
-    pub fn dialog(
+    /// A conversation as the text of a prompt that ends as it is told to.
+    pub fn render(
         &self,
         messages: &[Message],
         tools: Option<&Value>,
         extra: &Map<String, Value>,
         ending: Ending,
-    ) -> Result<Vec<u32>, PromptError> {
+    ) -> Result<String, PromptError> {
         let template = self.template.as_ref().ok_or(PromptError::NoTemplate { what: "a conversation" })?;
         let mut text = template.render(messages, tools, ending == Ending::Ask, extra)?;
         if ending == Ending::Continue {
@@ -119,8 +119,13 @@ impl TextModel {
             let start = text.rfind(last).filter(|_| !last.is_empty()).ok_or(PromptError::NotContinued)?;
             text.truncate(start + last.len());
         }
+        Ok(text)
+    }
+
+    /// The prompt of a rendered conversation.
+    pub fn rendered(&self, text: &str) -> Result<Vec<u32>, PromptError> {
         // The template writes BOS itself, where the model wants it.
-        some(self.tokenizer.encode(&text, true)?)
+        some(self.tokenizer.encode(text, true)?)
     }
 
     /// The prompt that continues a text, with BOS where the tokenizer adds it.

@@ -101,6 +101,9 @@ pub struct TextStream {
     stops: StopStrings,
     strip_space: bool,
     stopped: bool,
+    /// Characters that came, and those of them that were returned.
+    came: usize,
+    shown: usize,
 }
 
 impl TextStream {
@@ -119,8 +122,20 @@ impl TextStream {
     pub fn finish(&mut self) -> String {
         let text = self.utf8.finish();
         let mut shown = self.show(text);
-        shown.push_str(&self.stops.finish());
+        let held = self.stops.finish();
+        self.shown += held.chars().count();
+        shown.push_str(&held);
         shown
+    }
+
+    /// Whole characters that have come so far, shown, held back or dropped: where the next token begins.
+    pub fn came(&self) -> usize {
+        self.came
+    }
+
+    /// Characters that were returned so far: the others are held back, or were dropped behind a stop.
+    pub fn shown(&self) -> usize {
+        self.shown
     }
 
     /// Whether a stop string has appeared; everything after it is dropped.
@@ -136,8 +151,10 @@ impl TextStream {
             true => text.strip_prefix(' ').unwrap_or(text),
             false => text,
         };
+        self.came += text.chars().count();
         let (shown, stopped) = self.stops.push(text);
         self.stopped = stopped;
+        self.shown += shown.chars().count();
         shown
     }
 }
@@ -218,11 +235,15 @@ mod tests {
             let mut shown = String::new();
             for piece in pieces(&mut random, text.as_bytes()) {
                 shown += &stream.push(piece);
+                assert_eq!(stream.shown(), shown.chars().count());
+                assert!(stream.came() >= stream.shown() && stream.came() <= text.chars().count());
                 assert!(expected.starts_with(&shown), "{shown:?} of {text:?} with {stops:?}");
             }
             assert_eq!(stream.stopped(), found, "{text:?} with {stops:?}");
             shown += &stream.finish();
             assert_eq!(shown, expected, "{text:?} with {stops:?}");
+            assert_eq!(stream.shown(), shown.chars().count());
+            assert!(found || stream.came() == stream.shown());
             stopped += usize::from(found);
         }
         assert!((1000..4500).contains(&stopped), "{stopped}");

@@ -63,6 +63,8 @@ pub struct Tokenizer {
     bytes: Bytes,
     /// One more than the highest token.
     vocab_size: usize,
+    /// Bytes of text that one token takes at most; worked out when first needed.
+    longest: OnceLock<usize>,
 }
 
 /// The library with our model, or whole.
@@ -129,7 +131,7 @@ impl Tokenizer {
         let decoder = either!(&inner, t => serde_json::to_value(t.get_decoder()));
         let bytes = Bytes::from_decoder(&decoder.map_err(|e| unreadable(e.to_string()))?)?;
         let vocab_size = inner.vocab_size();
-        Ok(Tokenizer { inner, plain: OnceLock::new(), bytes, vocab_size })
+        Ok(Tokenizer { inner, plain: OnceLock::new(), bytes, vocab_size, longest: OnceLock::new() })
     }
 
     /// The tokens of a text, and nothing else: no BOS or other added tokens.
@@ -182,6 +184,19 @@ impl Tokenizer {
     /// One more than the highest token. A model may have more rows (padding) or fewer tokens.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
+    }
+
+    /// Most bytes of text that one token stands for: a longer text has more tokens than one.
+    ///
+    /// Where a normalizer may shorten the text, or unknown text of any length may become one token, it is four times
+    /// the longest token's bytes: more than composing (NFC), folding case or full-width forms (NFKC) save.
+    pub fn longest_token(&self) -> usize {
+        *self.longest.get_or_init(|| {
+            let bytes = |id| self.token_bytes(id as u32).map_or(0, |bytes| bytes.len());
+            let longest = (0..self.vocab_size).map(bytes).max().unwrap_or(0).max(1);
+            let normalizes = either!(&self.inner, t => t.get_normalizer().is_some());
+            if normalizes || !self.bytes.byte_level { 4 * longest } else { longest }
+        })
     }
 
     /// Whether a text's first token begins with a space that is not part of the text
@@ -378,6 +393,23 @@ mod tests {
         if let Some(tokenizer) = smollm2() {
             check_goldens(&tokenizer, "tokenizer_smollm2.json");
         }
+    }
+
+    #[test]
+    fn no_text_has_fewer_tokens_than_its_bytes_need() {
+        let tokenizer = tiny();
+        let most = tokenizer.longest_token();
+        let mut random = crate::random::Random::new(7);
+        let words = ["the", " the", "once upon", " ", "  ", "\n\n", "é", "你", "<|eos|>", "x"];
+        for _ in 0..300 {
+            let text: String = (0..random.below(40)).map(|_| words[random.below(words.len())]).collect();
+            let tokens = tokenizer.encode(&text, true).unwrap().len();
+            assert!(text.len() <= tokens * most, "{text:?}: {tokens} tokens of at most {most} bytes");
+        }
+        let longest = (0..320).filter_map(|id| tokenizer.token_bytes(id)).map(|bytes| bytes.len()).max().unwrap();
+        assert!(most == longest || most == 4 * longest, "{most}, {longest}");
+        // Its normalizer may shorten a text.
+        assert_eq!(sentencepiece(llama2_decoder()).unwrap().longest_token(), 4 * "<unk>".len());
     }
 
     #[test]

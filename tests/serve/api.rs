@@ -13,8 +13,8 @@ use std::{
 use bytes::Bytes;
 use hyper::{HeaderMap, Method};
 use quern::{
-    engine::{Engine, EngineOptions, worker::Worker},
-    server::{Call, ModelInfo, Reply, State, api},
+    engine::{Engine, EngineOptions, defaults, worker::Worker},
+    server::{Call, ModelInfo, Reply, State, api, intake::Share},
     text::TextModel,
 };
 use serde_json::{Value, json};
@@ -37,8 +37,7 @@ impl Server {
         let scratch = Scratch::new("serve-api");
         let (_, file) = kept(&fixture("models/smollm2-gptq-2layer"), &scratch);
         let text = TextModel::of(&file).unwrap().unwrap();
-        let model =
-            ModelInfo { name: "slice".into(), defaults: api::defaults(file.generation()), ..ModelInfo::default() };
+        let model = ModelInfo { name: "slice".into(), defaults: defaults(file.generation()), ..ModelInfo::default() };
         // Small steps, so that prompts are cut and requests mix.
         let options =
             EngineOptions { threads: 1, context: 512, sequences: 6, batch_tokens: 16, ..EngineOptions::default() };
@@ -61,6 +60,7 @@ impl Server {
             query: None,
             headers: HeaderMap::new(),
             body: Bytes::from(body.to_string()),
+            share: Share::default(),
             id: format!("r{}", COUNT.fetch_add(1, Ordering::Relaxed)),
             arrived: Instant::now(),
         };

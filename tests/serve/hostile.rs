@@ -53,7 +53,7 @@ fn a_promised_length_costs_nothing() {
     let server = Server::start(&[]);
     let before = server.metric("process_resident_memory_bytes");
     for length in ["100000000000000", "18446744073709551615", "16777217"] {
-        let head = format!("POST /v1/completions HTTP/1.1\r\nhost: q\r\ncontent-length: {length}\r\n\r\n");
+        let head = format!("POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n");
         let mut stream = server.send(head);
         let answer = Answer::read(&mut stream);
         // The largest number there is means something else to HTTP libraries.
@@ -65,8 +65,8 @@ fn a_promised_length_costs_nothing() {
         assert!(closed(&mut stream));
     }
     for length in ["-1", "1e3", "99999999999999999999999", "5, 6", ""] {
-        let head = format!("POST /v1/completions HTTP/1.1\r\nhost: q\r\ncontent-length: {length}\r\n\r\n");
-        assert_eq!(Answer::read(&mut server.send(head)).status, 400, "{length}");
+        let head = format!("POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n");
+        Answer::read(&mut server.send(head)).refuses(400, "no HTTP/1.1");
     }
     assert!(server.metric("process_resident_memory_bytes") < before + 64e6);
     server.is_well();
@@ -92,10 +92,58 @@ fn bodies_beyond_the_limit_are_not_read() {
 }
 
 #[test]
+fn bodies_share_a_budget() {
+    let server = Server::start(&["--request-memory", "100000"]);
+    assert!(server.line("+ up to 100.0 kB requests").is_some(), "{:?}", server.line("memory: "));
+    let body = json!({"content": "a".repeat(40_000)}).to_string();
+    let (part, rest) = body.split_at(30_000);
+    // What is promised takes nothing, what came does.
+    let head =
+        |length: usize| format!("POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n");
+    let _promised = server.send(head(90_000));
+    let mut slow = server.send(head(body.len()) + part);
+    let mut chunked = server.send(request("POST", "/tokenize", "transfer-encoding: chunked\r\n", ""));
+    wait_for("the budget to be used", || {
+        let answer = server.ask("POST", "/tokenize", "", &" ".repeat(80_000));
+        assert!([400, 503].contains(&answer.status), "{answer:?}");
+        answer.status == 503 && answer.header("retry-after") == Some("1")
+    });
+    chunked.write_all(format!("13880\r\n{}\r\n", " ".repeat(80_000)).as_bytes()).unwrap();
+    Answer::read(&mut chunked).refuses(503, "--request-memory");
+    // Beside it there is room for others, and it comes to its end.
+    server.is_well();
+    slow.write_all(rest.as_bytes()).unwrap();
+    assert_eq!(Answer::read(&mut slow).status, 200);
+    // What is short and has many values is large in memory.
+    let many = json!({"prompt": vec![5; 5000], "max_tokens": 1}).to_string();
+    server.ask("POST", "/v1/completions", "", &many).refuses(413, "--request-memory");
+    assert_eq!(server.post("/tokenize", &json!({"content": "a".repeat(40_000)})).status, 200);
+}
+
+#[test]
+fn heads_without_bodies_make_room() {
+    let server = Server::start(&["--max-connections", "4"]);
+    let head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n";
+    let mut silent: Vec<TcpStream> = (0..12).map(|_| server.send(head)).collect();
+    server.is_well();
+    Answer::read(&mut silent[0]).refuses(503, "made room");
+    assert!(closed(&mut silent[0]));
+    // Whoever was there before and waits for its next request goes first.
+    drop(silent);
+    let mut begun = server.send(format!("{head}{{"));
+    wait_for("silent connections to be closed", || server.metric("process_open_fds") < 24.0);
+    let idle: Vec<TcpStream> = (0..6).map(|_| server.connect()).collect();
+    server.is_well();
+    begun.write_all(format!("\"content\": \"{}\"}}", "a".repeat(99 - 15)).as_bytes()).unwrap();
+    assert_eq!(Answer::read(&mut begun).status, 200);
+    drop(idle);
+}
+
+#[test]
 fn heads_are_bounded() {
     let server = Server::start(&[]);
     let before = server.metric("process_resident_memory_bytes");
-    let mut stream = server.send("GET /health HTTP/1.1\r\nhost: q\r\n");
+    let mut stream = server.send("GET /health HTTP/1.1\r\nhost: localhost\r\n");
     let line = format!("x-long: {}\r\n", "h".repeat(8000));
     let sent = (0..8000).take_while(|_| stream.write_all(line.as_bytes()).is_ok()).count();
     assert!(sent < 8000, "64 MB of head were taken");
@@ -105,7 +153,7 @@ fn heads_are_bounded() {
     let answer = Answer::try_read(&mut stream);
     assert!(answer.as_ref().is_ok_and(|a| [414, 431].contains(&a.status)), "{answer:?}");
     let many: String = (0..200).map(|i| format!("h{i}: 1\r\n")).collect();
-    assert_eq!(Answer::read(&mut server.send(request("GET", "/health", &many, ""))).status, 431);
+    Answer::read(&mut server.send(request("GET", "/health", &many, ""))).refuses(431, "100 headers");
     assert!(server.metric("process_resident_memory_bytes") < before + 32e6);
     server.is_well();
 }
@@ -124,7 +172,7 @@ fn slow_clients_lose_their_turn() {
     // Nothing at all.
     assert!(closed(&mut server.connect()));
     // A body that stops.
-    let mut stream = server.send("POST /v1/completions HTTP/1.1\r\nhost: q\r\ncontent-length: 99\r\n\r\n{");
+    let mut stream = server.send("POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{");
     Answer::read(&mut stream).refuses(408, "1 bytes");
     assert!(closed(&mut stream));
     // No second request.
@@ -322,6 +370,38 @@ fn a_reader_that_takes_nothing_is_dropped() {
 }
 
 #[test]
+fn requests_may_take_so_long_and_no_longer() {
+    let server = Server::start(&[&ROOM[..], &["--timeout", "0.2"]].concat());
+    Answer::read(&mut server.send(long(false))).refuses(504, "--timeout");
+    let streamed =
+        Answer::read(&mut server.send(long(true).replace("x-request-id", "connection: close\r\nx-request-id")));
+    assert_eq!(streamed.status, 200);
+    let last = streamed.body.lines().filter_map(|line| line.strip_prefix("data: ")).next_back().unwrap();
+    let last: serde_json::Value = serde_json::from_str(last).unwrap();
+    assert_eq!(last["error"]["code"], "timeout", "{last}");
+    wait_for("the sequences to end", || server.metric("vllm:num_requests_running") == 0.0);
+    assert!(server.metric("vllm:generation_tokens_total") < 7900.0);
+    server.is_well();
+}
+
+#[test]
+fn requests_beyond_the_queue_are_told_to_come_later() {
+    let server = Server::start(&["--ctx", "8000", "--sequences", "1", "--max-queue", "1"]);
+    let running = server.send(long(true));
+    wait_until_running(&server);
+    let waiting = server.send(long(true));
+    wait_for("a request to wait", || server.metric("vllm:num_requests_waiting") == 1.0);
+    let answer = server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).refuses(429, "--max-queue");
+    assert_eq!(answer.header("retry-after"), Some("1"));
+    assert_eq!(answer.json()["error"]["code"], "rate_limit_exceeded");
+    // What needs no engine is answered.
+    assert_eq!(server.post("/tokenize", &json!({"content": "a"})).status, 200);
+    drop((running, waiting));
+    wait_for("the sequences to end", || server.metric("vllm:num_requests_running") == 0.0);
+    server.is_well();
+}
+
+#[test]
 fn keys_are_asked_for() {
     let scratch = Scratch::new("keys");
     let file = scratch.write("keys", "first-key\n\n  second-key  \n");
@@ -349,9 +429,39 @@ fn pages_of_other_sites_ask_only_where_allowed() {
     let foreign = "origin: https://b.example\r\n";
     let server = Server::start(&[]);
     let answer = server.ask("OPTIONS", "/v1/models", &format!("{foreign}{asks}"), "");
-    assert_eq!((answer.status, answer.header("access-control-allow-origin")), (405, None));
-    assert_eq!(server.ask("GET", "/v1/models", foreign, "").header("access-control-allow-origin"), None);
+    assert_eq!((answer.status, answer.header("access-control-allow-origin")), (403, None));
+    let answer = server.ask("GET", "/v1/models", foreign, "").refuses(403, "--cors");
+    assert_eq!(answer.header("access-control-allow-origin"), None);
     server.ask("POST", "/tokenize", &format!("{foreign}sec-fetch-site: cross-site\r\n"), "{}").refuses(403, "--cors");
+    // A plain POST, as any page on this machine may send it, to this address or to a name that is pointed at it.
+    let asks_by = |host: &str, origin: &str| {
+        let head = format!("host: {host}\r\norigin: {origin}\r\ncontent-type: text/plain\r\n");
+        let body = "{\"content\": \"a\"}";
+        let text = format!(
+            "POST /tokenize HTTP/1.1\r\n{head}content-length: {}\r\nconnection: close\r\n\r\n{body}",
+            body.len()
+        );
+        Answer::read(&mut server.send(text))
+    };
+    asks_by("127.0.0.1:8080", "http://127.0.0.1:3000").refuses(403, "http://127.0.0.1:3000");
+    asks_by("127.0.0.1:8080", "null").refuses(403, "--cors");
+    asks_by("b.example:8080", "http://b.example:8080").refuses(403, "--allow-host b.example");
+    // Its own page, and programs.
+    assert_eq!(asks_by("127.0.0.1:8080", "http://127.0.0.1:8080").status, 200);
+    for host in ["localhost", "127.0.0.1:1", "[::1]:8080"] {
+        for path in ["/", "/v1/models", "/health"] {
+            let text = format!("GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n");
+            assert_eq!(Answer::read(&mut server.send(text)).status, 200, "{host} {path}");
+        }
+    }
+    let named = "GET /v1/models HTTP/1.1\r\nhost: chat.example\r\nconnection: close\r\n\r\n";
+    Answer::read(&mut server.send(named)).refuses(403, "--allow-host chat.example");
+    let probe = named.replace("/v1/models", "/health");
+    assert_eq!(Answer::read(&mut server.send(probe)).status, 200);
+    let other = Server::start(&["--allow-host", "chat.example"]);
+    assert_eq!(Answer::read(&mut other.send(named)).status, 200);
+    let keyed = Server::start(&["--api-key", "k"]);
+    Answer::read(&mut keyed.send(named)).refuses(401, "API key");
     let server = Server::start(&["--cors", "https://b.example", "--api-key", "k"]);
     let answer = server.ask("OPTIONS", "/v1/models", &format!("{foreign}{asks}"), "");
     assert_eq!((answer.status, answer.header("access-control-allow-origin")), (204, Some("https://b.example")));

@@ -167,7 +167,7 @@ impl Drop for Server {
 /// The bytes of a request.
 pub fn request(method: &str, path: &str, headers: &str, body: &str) -> String {
     let length = if body.is_empty() { String::new() } else { format!("content-length: {}\r\n", body.len()) };
-    format!("{method} {path} HTTP/1.1\r\nhost: quern\r\n{headers}{length}\r\n{body}")
+    format!("{method} {path} HTTP/1.1\r\nhost: localhost\r\n{headers}{length}\r\n{body}")
 }
 
 /// What came back.

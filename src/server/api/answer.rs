@@ -12,13 +12,15 @@ use serde_json::{Value, json};
 use tokio::{sync::mpsc, time};
 
 use super::{
+    aside,
     constrain::Form,
-    run::{Chosen, Run, Update},
+    run::{Chosen, Run, Update, failed},
+    with_list,
 };
 use crate::{
     engine::{Finish, Request},
     server::{ApiError, Reply, State},
-    text::{TextModel, TextStream},
+    text::{TextModel, TextStream, Utf8Stream},
     tools::{Part, ToolCallParser, ToolSet},
 };
 
@@ -70,6 +72,11 @@ struct Delta {
 }
 
 impl Delta {
+    /// Logprobs to be written.
+    fn entries(&self) -> usize {
+        self.tokens.iter().map(|t| 1 + t.top.len()).sum()
+    }
+
     fn add(&mut self, more: Delta) {
         self.text += &more.text;
         self.calls.extend(more.calls);
@@ -116,24 +123,51 @@ pub async fn answer(state: Arc<State>, id: &str, arrived: Instant, mut task: Tas
 
 async fn whole(mut run: Run, mut shape: Shape, late: Late) -> Result<Reply, ApiError> {
     let mut sums: Vec<Delta> = shape.choices.iter().map(|_| Delta::default()).collect();
+    let mut entries = 0;
     while let Some((at, update)) = in_time(late, run.next()).await?? {
         let delta = shape.delta(at, update);
+        entries += delta.entries();
+        if entries > MOST_ENTRIES {
+            let message = format!(
+                "the answer has more than {MOST_ENTRIES} logprobs, which are not kept in memory; stream it, or ask for \
+                 fewer tokens, choices or logprobs"
+            );
+            return Err(ApiError::invalid(message).at("logprobs"));
+        }
         sums[at].add(delta);
     }
-    let choices: Vec<Value> = sums.into_iter().enumerate().map(|(at, sum)| shape.choice(at, sum)).collect();
-    let mut body = shape.head(if shape.is_chat() { "chat.completion" } else { "text_completion" }, choices);
+    let mut body = shape.head(if shape.is_chat() { "chat.completion" } else { "text_completion" }, vec![]);
     body["usage"] = run.usage(shape.task.n);
     body["timings"] = run.timings(shape.task.n);
-    Ok(Reply::json(&body))
+    let lane = shape.state.lanes.write.clone();
+    let write = move || {
+        let choice = |(at, sum)| shape.choice(at, sum).to_string();
+        let choices: Vec<String> = sums.into_iter().enumerate().map(choice).collect();
+        with_list(&body, "choices", &choices)
+    };
+    let body = if entries > LARGE { in_time(late, aside(Some(&lane), write)).await?? } else { write() };
+    Ok(Reply::text(200, body))
 }
+
+/// Logprobs of an answer, or of a part of it, that is written on another thread.
+const LARGE: usize = 2048;
+
+/// Most logprobs of an answer that is not streamed: some hundred MB.
+const MOST_ENTRIES: usize = 4 << 20;
 
 fn stream(run: Run, shape: Shape, late: Late) -> Reply {
     let (sender, receiver) = mpsc::channel(WAITING);
+    let (unread, id, state) = (run.unread(), shape.id.clone(), shape.state.clone());
     tokio::spawn(async move {
         let sent = tokio::select! {
             biased;
             // Nobody reads any more; dropping the run cancels it.
             () = sender.closed() => return,
+            // Nor soon enough: what waits is dropped with the run.
+            failure = unread.over() => {
+                (state.note)(&format!("{id}: {failure}"));
+                Ok(Err(failed(&failure)))
+            }
             sent = in_time(late, send_all(run, shape, &sender)) => sent,
         };
         if let Err(error) = sent.and_then(|sent| sent) {
@@ -151,8 +185,16 @@ async fn send_all(mut run: Run, mut shape: Shape, sender: &mpsc::Sender<Bytes>) 
         let delta = shape.delta(at, update);
         left -= usize::from(delta.finish.is_some());
         let timings = (left == 0 && delta.finish.is_some()).then(|| run.timings(n));
-        for chunk in shape.chunks(at, delta, timings) {
-            if sender.send(event(&chunk)).await.is_err() {
+        let large = delta.entries() > LARGE;
+        let lane = shape.state.lanes.write.clone();
+        let write = move || {
+            let chunks: Vec<Bytes> = shape.chunks(at, delta, timings).iter().map(event).collect();
+            (shape, chunks)
+        };
+        let chunks;
+        (shape, chunks) = if large { aside(Some(&lane), write).await? } else { write() };
+        for chunk in chunks {
+            if sender.send(chunk).await.is_err() {
                 return Ok(());
             }
         }
@@ -213,8 +255,6 @@ struct Shape {
 struct Progress {
     /// The role, or the prompt that is repeated.
     began: bool,
-    /// Characters of the tokens reported.
-    offset: usize,
     /// Finds the calls in its text.
     calls: Option<ToolCallParser>,
 }
@@ -255,17 +295,17 @@ impl Shape {
             Update::Prompt(tokens) => {
                 let none = (None, vec![]);
                 let logprobs = std::iter::once(none).chain(tokens.into_iter().map(|(l, top)| (Some(l), top)));
-                let of = |(&id, (logprob, top)): (&u32, _)| Chosen { id, logprob, top };
-                delta.tokens = self.prompts[at].iter().zip(logprobs).map(of).collect();
+                let offsets = offsets(&self.state.text, &self.prompts[at], echo.map_or("", String::as_str));
+                let of = |((&id, offset), (logprob, top)): ((&u32, usize), _)| Chosen { id, logprob, top, offset };
+                delta.tokens = self.prompts[at].iter().zip(offsets).zip(logprobs).map(of).collect();
             }
-            Update::Token(chosen, text) => {
+            Update::Token(tokens, text) => {
                 delta.text += &text;
-                if self.logprobs {
-                    delta.tokens.push(chosen);
-                }
+                delta.tokens = self.generated(echo, tokens);
             }
-            Update::End(finish, text) => {
+            Update::End(finish, tokens, text) => {
                 delta.text += &text;
+                delta.tokens = self.generated(echo, tokens);
                 delta.finish = Some(if finish == Finish::Stop { "stop" } else { "length" });
             }
             Update::Embedding(_) => {}
@@ -291,9 +331,19 @@ impl Shape {
         delta
     }
 
+    /// Tokens of an answer, where their logprobs were asked for, with their places in the whole text.
+    fn generated(&self, echo: Option<&String>, mut tokens: Vec<Chosen>) -> Vec<Chosen> {
+        if !self.logprobs {
+            return vec![];
+        }
+        let before = echo.map_or(0, |text| text.chars().count());
+        tokens.iter_mut().for_each(|token| token.offset += before);
+        tokens
+    }
+
     /// A whole choice.
     fn choice(&mut self, at: usize, sum: Delta) -> Value {
-        let logprobs = self.logprobs(at, &sum.tokens);
+        let logprobs = self.logprobs(&sum.tokens);
         match self.task.kind {
             Kind::Chat { .. } => {
                 let mut message = json!({"role": "assistant", "content": sum.text, "refusal": null});
@@ -314,7 +364,7 @@ impl Shape {
     /// What is sent of a delta; nothing where there is nothing new.
     fn chunks(&mut self, at: usize, delta: Delta, timings: Option<Value>) -> Vec<Value> {
         let mut choices = vec![];
-        let logprobs = self.logprobs(at, &delta.tokens);
+        let logprobs = self.logprobs(&delta.tokens);
         let news = !delta.text.is_empty() || !delta.tokens.is_empty();
         match self.task.kind {
             Kind::Chat { .. } => {
@@ -355,7 +405,7 @@ impl Shape {
     }
 
     /// Logprobs in the endpoint's form; null where none were asked for.
-    fn logprobs(&mut self, at: usize, tokens: &[Chosen]) -> Value {
+    fn logprobs(&self, tokens: &[Chosen]) -> Value {
         if !self.logprobs || tokens.is_empty() {
             return match self.logprobs && !self.is_chat() {
                 true => json!({"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}),
@@ -378,8 +428,7 @@ impl Shape {
         let (mut names, mut logprobs, mut tops, mut offsets) = (vec![], vec![], vec![], vec![]);
         for t in tokens {
             let bytes = token_bytes(text, t.id);
-            offsets.push(self.choices[at].offset);
-            self.choices[at].offset += String::from_utf8_lossy(&bytes).chars().count();
+            offsets.push(t.offset);
             names.push(name(&bytes));
             logprobs.push(t.logprob.map(decimal));
             let top = |&(id, logprob): &(u32, f32)| (name(&token_bytes(text, id)), decimal(logprob));
@@ -400,6 +449,29 @@ fn without_index(mut call: Value) -> Value {
         map.shift_remove("index");
     }
     call
+}
+
+/// Where each token of a prompt begins in its text, in characters. The text may lack what the tokenizer added: BOS, and
+/// the space in front.
+fn offsets(text: &TextModel, tokens: &[u32], echo: &str) -> Vec<usize> {
+    let tokenizer = text.tokenizer();
+    let (mut characters, mut at, mut rest) = (Utf8Stream::default(), 0, echo);
+    let place = |&id: &u32| {
+        let offset = at;
+        let bytes = token_bytes(text, id);
+        let own = std::str::from_utf8(&bytes).unwrap_or_default();
+        // Text of which a part was added is found without that part.
+        let bytes = match () {
+            () if tokenizer.is_special(id) && !rest.starts_with(own) => &[][..],
+            () if at == 0 && own.starts_with(' ') && !rest.starts_with(' ') => &bytes[1..],
+            () => &bytes,
+        };
+        let came = characters.push(bytes).chars().count();
+        at += came;
+        rest = rest.char_indices().nth(came).map_or("", |(i, _)| &rest[i..]);
+        offset
+    };
+    tokens.iter().map(place).collect()
 }
 
 /// What a token stands for; control tokens: their text.

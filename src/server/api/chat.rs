@@ -6,7 +6,7 @@ use super::{
     answer::{Kind, Task},
     constrain,
     fields::{Fields, short, wrong},
-    input::refuse,
+    input::{fits, refuse},
     params::{MOST_LOGPROBS, Params},
 };
 use crate::{
@@ -82,7 +82,9 @@ pub fn prompt(fields: Fields<'_>, state: &State, tools: Option<&ToolSet>) -> Res
     let tools = constrain::show(tools, &mut messages, &mut extra);
     let messages =
         Message::list(messages.into()).map_err(|error| ApiError::invalid(error.to_string()).at("messages"))?;
-    state.text.dialog(&messages, tools, &extra, ending).map_err(|error| refuse(error, "messages"))
+    let text = state.text.render(&messages, tools, &extra, ending).map_err(|error| refuse(error, "messages"))?;
+    fits(&text, state, "messages")?;
+    state.text.rendered(&text).map_err(|error| refuse(error, "messages"))
 }
 
 /// A message as templates expect it: content as one text, arguments of calls as objects.

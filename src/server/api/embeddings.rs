@@ -2,10 +2,12 @@
 
 use std::{sync::Arc, time::Instant};
 
+use bytes::Bytes;
 use serde_json::{Value, json};
 
 use super::{
     answer::{in_time, late},
+    aside,
     fields::Fields,
     input::inputs,
     run::{Run, Update, server_error},
@@ -57,26 +59,39 @@ pub fn parse(fields: Fields<'_>, state: &State) -> Result<Task, ApiError> {
 /// Answers a task.
 pub async fn answer(state: Arc<State>, arrived: Instant, task: Task) -> Result<Reply, ApiError> {
     let tokens: usize = task.requests.iter().map(|r| r.prompt.len()).sum();
-    let mut vectors: Vec<Option<Value>> = vec![None; task.requests.len()];
+    let mut vectors: Vec<Option<Vec<f32>>> = vec![None; task.requests.len()];
     let mut run = Run::start(state.clone(), arrived, task.requests, &TextStream::default(), None)?;
     let late = late(&state, arrived);
     while let Some((at, update)) = in_time(late, run.next()).await?? {
-        let Update::Embedding(mut values) = update else { continue };
+        if let Update::Embedding(values) = update {
+            vectors[at] = Some(values);
+        }
+    }
+    let vectors: Option<Vec<Vec<f32>>> = vectors.into_iter().collect();
+    let vectors = vectors.ok_or_else(|| server_error("the engine gave no vector"))?;
+    let large = vectors.iter().map(Vec::len).sum::<usize>() >= LARGE;
+    let (shared, base64) = (state.clone(), task.base64);
+    let write = move || written(&shared, vectors, base64, tokens);
+    let body = if large { in_time(late, aside(Some(&state.lanes.write), write)).await?? } else { write() };
+    Ok(Reply::text(200, body))
+}
+
+/// Numbers of an answer that is written on another thread.
+const LARGE: usize = 4096;
+
+/// The answer.
+fn written(state: &State, vectors: Vec<Vec<f32>>, base64: bool, tokens: usize) -> Bytes {
+    let vector = |(index, mut values): (usize, Vec<f32>)| {
         normalize(&mut values);
-        vectors[at] = Some(if task.base64 {
-            let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
-            base64(&bytes).into()
-        } else {
-            values.iter().map(|&x| super::answer::decimal(x)).collect()
-        });
-    }
-    let mut data = vec![];
-    for (index, vector) in vectors.into_iter().enumerate() {
-        let vector = vector.ok_or_else(|| server_error("the engine gave no vector"))?;
-        data.push(json!({"object": "embedding", "index": index, "embedding": vector}));
-    }
+        let vector: Value = match base64 {
+            true => self::base64(&values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()).into(),
+            false => values.iter().map(|&x| super::answer::decimal(x)).collect(),
+        };
+        json!({"object": "embedding", "index": index, "embedding": vector}).to_string()
+    };
+    let data: Vec<String> = vectors.into_iter().enumerate().map(vector).collect();
     let usage = json!({"prompt_tokens": tokens, "total_tokens": tokens});
-    Ok(Reply::json(&json!({"object": "list", "data": data, "model": state.model.name, "usage": usage})))
+    super::with_list(&json!({"object": "list", "data": [], "model": state.model.name, "usage": usage}), "data", &data)
 }
 
 /// Length 1; a vector of zeros stays.

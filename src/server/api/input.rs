@@ -47,6 +47,7 @@ pub fn inputs(fields: Fields<'_>, name: &str, state: &State) -> Result<Vec<Input
 fn one(value: &Value, path: String, state: &State) -> Result<Input, ApiError> {
     match value {
         Value::String(text) => {
+            fits(text, state, &path)?;
             let tokens = state.text.continuation(text).map_err(|error| refuse(error, &path))?;
             Ok(Input { path, tokens, text: Some(text.clone()) })
         }
@@ -63,6 +64,20 @@ fn tokens(list: &[Value], path: String, state: &State) -> Result<Input, ApiError
     let token = |(i, value)| token(value, vocab, &format!("{path}[{i}]"));
     let tokens = list.iter().enumerate().map(token).collect::<Result<_, _>>()?;
     Ok(Input { path, tokens, text: None })
+}
+
+/// Refuses a text of more bytes than the context has tokens for, before anybody looks for those tokens.
+pub fn fits(text: &str, state: &State, path: &str) -> Result<(), ApiError> {
+    let (context, longest) = (state.engine.limits().context, state.text.tokenizer().longest_token());
+    if text.len() <= context.saturating_mul(longest) {
+        return Ok(());
+    }
+    let message = format!(
+        "the prompt has {} bytes, the context holds {context} tokens of at most {longest} bytes each; shorten the \
+         prompt, or restart the server with a larger --ctx",
+        text.len()
+    );
+    Err(ApiError { code: Some("context_length_exceeded"), ..ApiError::invalid(message).at(path) })
 }
 
 /// A text or conversation that cannot become a prompt: the client's to mend.

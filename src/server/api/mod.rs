@@ -19,16 +19,21 @@ mod tests;
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use hyper::Method;
 use serde_json::{Value, json};
+use tokio::sync::Semaphore;
 
-use super::{ApiError, Call, Reply, State, page};
+use super::{
+    ApiError, Call, Reply, State,
+    intake::{self, Share},
+    page,
+};
 use crate::engine::{EngineError, worker::Refused};
 use fields::{Fields, short};
-pub use params::defaults;
 
 /// Answers a request.
-pub async fn route(state: Arc<State>, call: Call) -> Reply {
+pub async fn route(state: Arc<State>, mut call: Call) -> Reply {
     match endpoint(&call.path) {
         None => {
             let message = format!("{} {}: there is no such endpoint", call.method, call.path);
@@ -42,7 +47,7 @@ pub async fn route(state: Arc<State>, call: Call) -> Reply {
             }
             reply
         }
-        Some((_, endpoint)) => reply(state, endpoint, call).await.unwrap_or_else(Reply::from),
+        Some((_, endpoint)) => reply(state, endpoint, &mut call).await.unwrap_or_else(Reply::from),
     }
 }
 
@@ -74,29 +79,49 @@ fn endpoint(path: &str) -> Option<(Method, Endpoint)> {
 
 /// A request that has been understood, or answered already.
 enum Parsed {
-    Answer(answer::Task),
+    Answer(Box<answer::Task>),
     Embed(embeddings::Task),
-    Done(Value),
+    Done(Bytes),
 }
 
-async fn reply(state: Arc<State>, endpoint: Endpoint, call: Call) -> Result<Reply, ApiError> {
+async fn reply(state: Arc<State>, endpoint: Endpoint, call: &mut Call) -> Result<Reply, ApiError> {
     match endpoint {
         Endpoint::Page => return Ok(page::page()),
         Endpoint::Models => return Ok(Reply::json(&models(&state))),
         Endpoint::Model => return model(&state, &call.path).map(|m| Reply::json(&m)),
         _ => {}
     }
-    let (shared, body) = (state.clone(), call.body.clone());
-    let parsing = tokio::task::spawn_blocking(move || parse(&shared, endpoint, &body));
-    // Where the client leaves before its turn has come, nobody reads its request.
-    let _unread = Abandoned(parsing.abort_handle());
-    let parsed = answer::in_time(answer::late(&state, call.arrived), parsing).await?;
-    let parsed = parsed.map_err(|_| run::server_error("the request could not be read: an error of the server"))?;
-    match parsed? {
-        Parsed::Answer(task) => answer::answer(state, &call.id, call.arrived, task).await,
+    // Both are gone when the body has been read.
+    let (body, share) = (std::mem::take(&mut call.body), std::mem::take(&mut call.share));
+    let shared = state.clone();
+    let lane = (body.len() > LARGE_BODY).then_some(&state.lanes.read);
+    let parsing = aside(lane, move || parse(&shared, endpoint, body, share));
+    match answer::in_time(answer::late(&state, call.arrived), parsing).await??? {
+        Parsed::Answer(task) => answer::answer(state, &call.id, call.arrived, *task).await,
         Parsed::Embed(task) => embeddings::answer(state, call.arrived, task).await,
-        Parsed::Done(value) => Ok(Reply::json(&value)),
+        Parsed::Done(body) => Ok(Reply::text(200, body)),
     }
+}
+
+/// Bytes of a body that is read in the lane for large ones.
+const LARGE_BODY: usize = 128 << 10;
+
+/// Does work on another thread, in a lane where it is long. Where the client leaves before its turn has come, nobody
+/// does it.
+async fn aside<T: Send + 'static>(
+    lane: Option<&Arc<Semaphore>>,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ApiError> {
+    let turn = match lane {
+        Some(lane) => lane.clone().acquire_owned().await.ok(),
+        None => None,
+    };
+    let task = tokio::task::spawn_blocking(move || {
+        let _turn = turn;
+        work()
+    });
+    let _undone = Abandoned(task.abort_handle());
+    task.await.map_err(|_| run::server_error("the request could not be read or answered: an error of the server"))
 }
 
 /// Takes work out of the queue when it is dropped; work that has begun goes on.
@@ -108,21 +133,34 @@ impl Drop for Abandoned {
     }
 }
 
-fn parse(state: &State, endpoint: Endpoint, body: &[u8]) -> Result<Parsed, ApiError> {
+fn parse(state: &State, endpoint: Endpoint, body: Bytes, mut share: Share) -> Result<Parsed, ApiError> {
+    share.grow(intake::reading(&body))?;
     let value: Value =
-        serde_json::from_slice(body).map_err(|error| ApiError::invalid(format!("the body is no JSON: {error}")))?;
+        serde_json::from_slice(&body).map_err(|error| ApiError::invalid(format!("the body is no JSON: {error}")))?;
     let Value::Object(map) = &value else {
         return Err(ApiError::invalid(format!("the body is {}, expected an object", short(&value))));
     };
     let fields = Fields::new(map);
     known(state, fields)?;
     Ok(match endpoint {
-        Endpoint::Chat => Parsed::Answer(chat::parse(fields, state)?),
-        Endpoint::Completions => Parsed::Answer(completions::parse(fields, state)?),
+        Endpoint::Chat => Parsed::Answer(Box::new(chat::parse(fields, state)?)),
+        Endpoint::Completions => Parsed::Answer(Box::new(completions::parse(fields, state)?)),
         Endpoint::Embeddings => Parsed::Embed(embeddings::parse(fields, state)?),
-        Endpoint::Detokenize => Parsed::Done(tokens::detokenize(fields, state)?),
-        _ => Parsed::Done(tokens::tokenize(fields, state)?),
+        Endpoint::Detokenize => Parsed::Done(written(&tokens::detokenize(fields, state)?)),
+        _ => Parsed::Done(written(&tokens::tokenize(fields, state)?)),
     })
+}
+
+/// An object whose empty list has these parts, each written out before: a large answer is in memory as text only.
+fn with_list(object: &Value, name: &str, parts: &[String]) -> Bytes {
+    let text = object.to_string();
+    let list = format!("\"{name}\":[]");
+    let at = text.find(&list).expect("the object has the list") + list.len() - 1;
+    Bytes::from([&text[..at], &parts.join(","), &text[at..]].concat())
+}
+
+fn written(value: &Value) -> Bytes {
+    Bytes::from(value.to_string())
 }
 
 /// Whether the request means this model.

@@ -1,7 +1,6 @@
 //! How to answer: the fields that chat and completions share.
 
 use quern_kernels::sample::{SampleError, SamplingParams};
-use quern_models::Generation;
 use serde_json::Value;
 
 use super::fields::{Fields, integer, wrong};
@@ -22,22 +21,6 @@ const MOST_STOP_IDS: usize = 128;
 const MOST_BIASES: usize = 4096;
 /// Most likely tokens that may be reported.
 pub const MOST_LOGPROBS: i64 = 20;
-
-/// Sampling where a request says nothing: what the model's authors recommend, else OpenAI's defaults (temperature 1).
-///
-/// As vLLM does, and unlike `quern run`, it does not look at `do_sample`: clients of this interface expect sampling
-/// unless they ask for temperature 0.
-pub fn defaults(file: &Generation) -> SamplingParams {
-    let off = SamplingParams::default();
-    SamplingParams {
-        temperature: file.temperature.unwrap_or(off.temperature),
-        top_k: file.top_k.unwrap_or(off.top_k),
-        top_p: file.top_p.unwrap_or(off.top_p),
-        min_p: file.min_p.unwrap_or(off.min_p),
-        repetition_penalty: file.repetition_penalty.unwrap_or(off.repetition_penalty),
-        ..off
-    }
-}
 
 /// What chat and completions have in common.
 #[derive(Debug, Clone, PartialEq)]
@@ -278,17 +261,4 @@ fn stops(fields: Fields<'_>) -> Result<Vec<String>, ApiError> {
 pub fn token(value: &Value, vocab: usize, path: &str) -> Result<u32, ApiError> {
     let id = integer(value).and_then(|id| u32::try_from(id).ok()).filter(|&id| (id as usize) < vocab);
     id.ok_or_else(|| wrong(path, value, &format!("a token id from 0 to {}", vocab.saturating_sub(1))))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn files_decide_whether_or_not_they_sample() {
-        let file =
-            Generation { temperature: Some(0.6), top_k: Some(20), do_sample: Some(false), ..Generation::default() };
-        assert_eq!(defaults(&file), SamplingParams { temperature: 0.6, top_k: 20, ..SamplingParams::default() });
-        assert_eq!(defaults(&Generation::default()).temperature, 1.0);
-    }
 }

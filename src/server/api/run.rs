@@ -9,7 +9,10 @@ use serde_json::{Value, json};
 
 use super::refused;
 use crate::{
-    engine::{Event, Failure, Finish, Request, Score, worker::Submission},
+    engine::{
+        Event, Failure, Finish, Request, Score,
+        worker::{Submission, Unread},
+    },
     server::{ApiError, State, metrics::Done},
     text::TextStream,
     tools::ToolSet,
@@ -24,6 +27,8 @@ pub struct Chosen {
     pub logprob: Option<f32>,
     /// The likeliest in its place.
     pub top: Vec<(u32, f32)>,
+    /// Characters of the answer before it. Bytes of a character that is not complete yet count for nothing.
+    pub offset: usize,
 }
 
 /// Something that happened to a choice.
@@ -31,12 +36,13 @@ pub struct Chosen {
 pub enum Update {
     /// Logprobs of the prompt: of each token but the first.
     Prompt(Vec<Score>),
-    /// A token, and the text that may be shown since.
-    Token(Chosen, String),
+    /// The text that may be shown since a token came, and the tokens that are certain to stay. A token whose text may
+    /// become part of a stop text waits as long as that text does.
+    Token(Vec<Chosen>, String),
     /// The vector of a text.
     Embedding(Vec<f32>),
-    /// The end, and the text that was held back until now.
-    End(Finish, String),
+    /// The end, and what was held back until now.
+    End(Finish, Vec<Chosen>, String),
 }
 
 /// Requests in progress.
@@ -54,6 +60,8 @@ pub struct Run {
 /// What was seen of one choice.
 struct Choice {
     text: TextStream,
+    /// Tokens whose text is held back, and whether they have any.
+    held: VecDeque<(Chosen, bool)>,
     stop_ids: Vec<u32>,
     prompt: usize,
     cached: usize,
@@ -75,6 +83,7 @@ impl Run {
     ) -> Result<Run, ApiError> {
         let choice = |r: &Request| Choice {
             text: text.clone(),
+            held: VecDeque::new(),
             stop_ids: if r.ignore_eos { vec![] } else { r.stop_ids.clone() },
             prompt: r.prompt.len(),
             cached: 0,
@@ -131,13 +140,17 @@ impl Run {
                 }
                 choice.first.get_or_insert(now);
                 let mark = self.marks.as_ref().and_then(|tools| tools.text_of(id));
-                let text = match mark {
-                    _ if choice.stop_ids.contains(&id) => String::new(),
-                    Some(mark) => choice.text.push(mark.as_bytes()),
-                    None => choice.text.push(&self.state.text.shown_bytes(id)),
+                let bytes = match mark {
+                    _ if choice.stop_ids.contains(&id) => vec![],
+                    Some(mark) => mark.as_bytes().to_vec(),
+                    None => self.state.text.shown_bytes(id),
                 };
+                let offset = choice.text.came();
+                choice.held.push_back((Chosen { id, logprob, top, offset }, !bytes.is_empty()));
+                let text = choice.text.push(&bytes);
                 let stopped = choice.text.stopped();
-                self.ready.push_back((at, Update::Token(Chosen { id, logprob, top }, text)));
+                let tokens = choice.certain();
+                self.ready.push_back((at, Update::Token(tokens, text)));
                 if stopped {
                     self.submission.cancel(index);
                     self.end(at, Finish::Stop, "stop");
@@ -159,8 +172,11 @@ impl Run {
     }
 
     fn end(&mut self, at: usize, finish: Finish, reason: &'static str) {
-        let rest = self.choices[at].text.finish();
-        self.ready.push_back((at, Update::End(finish, rest)));
+        let choice = &mut self.choices[at];
+        let rest = choice.text.finish();
+        // What a stop text dropped has no tokens, either.
+        let tokens = if choice.text.stopped() { vec![] } else { choice.held.drain(..).map(|(t, _)| t).collect() };
+        self.ready.push_back((at, Update::End(finish, tokens, rest)));
         self.count(at, reason);
     }
 
@@ -178,6 +194,11 @@ impl Run {
             generated: choice.generated,
             reason,
         });
+    }
+
+    /// The tokens that the engine has given and nobody has read.
+    pub fn unread(&self) -> Arc<Unread> {
+        self.submission.unread()
     }
 
     /// How many choices there are.
@@ -231,6 +252,20 @@ impl Run {
     }
 }
 
+impl Choice {
+    /// The tokens before which, and of which, text has been shown. One without text (a control token) stays where what
+    /// comes before it does.
+    fn certain(&mut self) -> Vec<Chosen> {
+        let shown = self.text.shown();
+        let stays = |(token, has_text): &(Chosen, bool)| token.offset < shown + usize::from(!has_text);
+        let mut tokens = vec![];
+        while self.held.front().is_some_and(stays) {
+            tokens.extend(self.held.pop_front().map(|(token, _)| token));
+        }
+        tokens
+    }
+}
+
 impl Drop for Run {
     fn drop(&mut self) {
         for at in 0..self.choices.len() {
@@ -246,12 +281,15 @@ fn rounded(x: f64) -> f64 {
 }
 
 /// Why a request failed on its way: by what it asked for, or by the model or the engine.
-fn failed(error: &Failure) -> ApiError {
+pub fn failed(error: &Failure) -> ApiError {
     let message = error.to_string();
     match error {
         // Numbers were there, and every one of them was forbidden.
         Failure::Sample(SampleError::NothingToChoose { nans: 0, .. }) | Failure::Constraint(_) => {
             ApiError::invalid(message)
+        }
+        Failure::Unread { .. } => {
+            ApiError { code: Some("answer_not_read"), ..ApiError::new(408, "invalid_request_error", message) }
         }
         Failure::Sample(_) | Failure::Engine(_) => server_error(message),
     }

@@ -13,7 +13,7 @@ use quern_kernels::sample::SamplingParams;
 use super::*;
 use crate::{
     engine::{Event, Failure, Finish, Generator, Pooling, Request, worker::Worker},
-    server::ModelInfo,
+    server::{ModelInfo, intake::Share},
     text::TextModel,
 };
 
@@ -140,6 +140,7 @@ impl Bench {
             query: None,
             headers: HeaderMap::new(),
             body: Bytes::copy_from_slice(body),
+            share: Share::default(),
             id: "r7".into(),
             arrived: Instant::now(),
         };
@@ -325,6 +326,53 @@ async fn stop_texts_cut_the_answer_and_cancel_it() {
     let got = bench.ok(TEXT, once("a b c", json!({"stop_token_ids": [b], "ignore_eos": true}))).await;
     assert!(!got["choices"][0]["text"].as_str().unwrap().contains('b'), "{got}");
     assert_eq!(bench.last().stop_ids, [b]);
+}
+
+#[tokio::test]
+async fn logprobs_are_those_of_the_text_that_is_shown() {
+    let bench = Bench::new();
+    let tokenizer = bench.state.text.tokenizer();
+    let text = "aé你 b🦀c the end";
+    let tokens = tokenizer.encode(text, true).unwrap();
+    let mut bytes = vec![];
+    let mut places = vec![];
+    for &id in &tokens {
+        let whole = std::str::from_utf8(&bytes).map_or_else(|e| e.valid_up_to(), str::len);
+        places.push(text[..whole].chars().count());
+        bytes.extend(tokenizer.token_bytes(id).unwrap());
+    }
+    assert!(places.windows(2).any(|p| p[0] == p[1]), "no character of several tokens");
+    let plain = bench.ok(TEXT, once(text, json!({"logprobs": 0}))).await;
+    let offsets = |got: &Value| -> Vec<usize> {
+        let list = got["choices"][0]["logprobs"]["text_offset"].as_array().unwrap();
+        list.iter().map(|n| n.as_u64().unwrap() as usize).collect()
+    };
+    // The end-of-text token comes last.
+    let all = [&places[..], &[text.chars().count()]].concat();
+    assert_eq!(offsets(&plain), all);
+    // Within a text that is repeated it is the same, and BOS is not in that text.
+    let echo = bench.ok(TEXT, once(text, json!({"logprobs": 0, "echo": true}))).await;
+    let bos = bench.last().prompt.len() - tokens.len();
+    let behind = all.iter().map(|place| place + text.chars().count());
+    let want: Vec<usize> = vec![0; bos].into_iter().chain(places.iter().copied()).chain(behind).collect();
+    assert_eq!(offsets(&echo), want);
+    // A stop text takes its tokens with it, whether it begins with one or within one.
+    for stop in ["你", " b", "🦀c", "e end", "d"] {
+        let cut = text.chars().count() - text[text.find(stop).unwrap()..].chars().count();
+        let kept: Vec<usize> = places.iter().copied().take_while(|&place| place < cut).collect();
+        for more in [json!({"logprobs": 0, "stop": stop}), json!({"logprobs": 0, "stop": [stop, "zzz"]})] {
+            let got = bench.ok(TEXT, once(text, more.clone())).await;
+            assert_eq!(got["choices"][0]["text"].as_str().unwrap().chars().count(), cut);
+            assert_eq!(offsets(&got), kept, "{stop}");
+            let chunks = bench.stream(TEXT, once(text, more)).await;
+            assert_eq!(
+                chunks.iter().flat_map(|c| if c.is_object() { offsets(c) } else { vec![] }).collect::<Vec<_>>(),
+                kept
+            );
+        }
+    }
+    // What might have become a stop text and did not is there.
+    assert_eq!(offsets(&bench.ok(TEXT, once(text, json!({"logprobs": 0, "stop": "end!"}))).await), all);
 }
 
 #[tokio::test]
@@ -578,6 +626,68 @@ async fn tokens_and_texts_are_each_others_inverse() {
 }
 
 #[tokio::test]
+async fn texts_that_cannot_fit_are_not_tokenized() {
+    let bench = Bench::new();
+    let most = CONTEXT * bench.state.text.tokenizer().longest_token();
+    let refused = |(status, value): (u16, Value), part: &str| {
+        assert_eq!(status, 400, "{value}");
+        assert!(value["error"]["message"].as_str().unwrap().contains(part), "{part}: {value}");
+        value
+    };
+    let long = "a".repeat(most + 1);
+    for (path, body) in [
+        (TEXT, once(long.clone(), json!({}))),
+        (TEXT, once(json!(["x", long]), json!({}))),
+        (CHAT, json!({"messages": [{"role": "user", "content": long}]})),
+        ("/tokenize", json!({"messages": [{"role": "user", "content": long}]})),
+        ("/v1/embeddings", json!({"input": long})),
+    ] {
+        let value = refused(bench.post(path, body).await, &format!("context holds {CONTEXT} tokens of at most"));
+        assert_eq!(value["error"]["code"], "context_length_exceeded");
+    }
+    // One byte less is looked at.
+    refused(bench.post(TEXT, once("a".repeat(most), json!({}))).await, "the prompt has");
+    refused(bench.post("/tokenize", json!({"content": "a".repeat((4 << 20) + 1)})).await, "4194304 are taken");
+    refused(bench.post("/detokenize", json!({"tokens": vec![70; (1 << 18) + 1]})).await, "262144 are taken");
+    assert_eq!(bench.ok("/tokenize", json!({"content": long})).await["count"], most + 1);
+}
+
+/// Ends within moments, or waits for something.
+async fn waits<T>(work: &mut (impl Future<Output = T> + Unpin)) -> bool {
+    tokio::time::timeout(Duration::from_millis(200), work).await.is_err()
+}
+
+#[tokio::test]
+async fn long_work_leaves_threads_for_short_work() {
+    let bench = Bench::new();
+    let text = "a".repeat(200 << 10);
+    let many: Vec<[u32; 2]> = (0..2048).map(|i| [70, 3 + i % 300]).collect();
+    let logprobs = once("ab ".repeat(60), json!({"echo": true, "logprobs": 20, "max_tokens": 20}));
+    let read = bench.state.lanes.read.clone().acquire_owned().await.unwrap();
+    let write = bench.state.lanes.write.clone().acquire_owned().await.unwrap();
+    let mut large_text = Box::pin(bench.ok("/tokenize", json!({"content": text})));
+    let mut large_answer = Box::pin(bench.ok("/v1/embeddings", json!({"input": many})));
+    let mut large_logprobs = Box::pin(bench.ok(TEXT, logprobs.clone()));
+    assert!(waits(&mut large_text).await && waits(&mut large_answer).await && waits(&mut large_logprobs).await);
+    let mut streamed = logprobs.clone();
+    streamed["stream"] = true.into();
+    let mut stream = bench.open(TEXT, streamed).await;
+    assert!(waits(&mut Box::pin(stream.recv())).await);
+    // Small ones go on.
+    bench.ok("/tokenize", json!({"content": "a"})).await;
+    bench.ok("/v1/embeddings", json!({"input": "a"})).await;
+    bench.ok(TEXT, once("a", json!({"logprobs": 1}))).await;
+    drop(write);
+    let (answer, logprobs) = (large_answer.await, large_logprobs.await);
+    assert_eq!(answer["data"][2047], json!({"object": "embedding", "index": 2047, "embedding": [0.6, 0.8]}));
+    assert!(stream.recv().await.is_some());
+    assert!(logprobs["choices"][0]["logprobs"]["tokens"].as_array().unwrap().len() > 100);
+    assert!(waits(&mut large_text).await);
+    drop(read);
+    assert_eq!(large_text.await["count"], 200 << 10);
+}
+
+#[tokio::test]
 async fn who_leaves_is_not_answered_any_more() {
     let bench = Bench::new();
     // A stream whose reader goes away.
@@ -602,6 +712,37 @@ async fn who_leaves_is_not_answered_any_more() {
     let call = bench.call(Method::POST, TEXT, body.as_bytes());
     assert!(tokio::time::timeout(Duration::from_millis(50), call).await.is_err());
     bench.idle().await;
+}
+
+#[tokio::test]
+async fn an_answer_that_nobody_reads_is_ended() {
+    let mut bench = Bench::new();
+    let notes = Arc::new(Mutex::new(vec![]));
+    let to = notes.clone();
+    let state = Arc::get_mut(&mut bench.state).unwrap();
+    state.note = Arc::new(move |note| to.lock().unwrap().push(note.to_string()));
+    let body = once("~", json!({"n": 128, "stream": true, "logprobs": 20}));
+    let events = bench.open(TEXT, body).await;
+    bench.idle().await;
+    assert_eq!(events.len(), events.max_capacity());
+    let notes = notes.lock().unwrap();
+    assert!(notes.len() == 1 && notes[0].starts_with("cmpl-r7: the answer was ended: 4"), "{notes:?}");
+}
+
+/// As vLLM does: the request fails as a whole, and what it began is ended.
+#[tokio::test]
+async fn one_failing_choice_fails_its_request() {
+    let bench = Bench::new();
+    for prompt in [json!(["x y", "! z", "~"]), json!(["~", "! z"])] {
+        let (status, value) = bench.post(TEXT, once(prompt.clone(), json!({}))).await;
+        assert_eq!((status, &value["error"]["type"]), (500, &json!("server_error")), "{value}");
+        bench.idle().await;
+        let chunks = bench.stream(TEXT, once(prompt, json!({}))).await;
+        let errors = chunks.iter().filter(|c| c.get("error").is_some()).count();
+        assert!(errors == 1 && chunks.last().unwrap().get("error").is_some(), "{chunks:?}");
+        bench.idle().await;
+    }
+    assert_eq!(bench.ok(TEXT, once("x", json!({}))).await["choices"][0]["text"], "x");
 }
 
 #[tokio::test]

@@ -5,6 +5,10 @@ use serde_json::{Value, json};
 use super::{chat, constrain, fields::Fields, params::token, run::server_error};
 use crate::server::{ApiError, State};
 
+/// Most bytes of a text to be tokenized, and most tokens to be written out.
+const MOST_BYTES: usize = 4 << 20;
+const MOST_TOKENS: usize = 1 << 18;
+
 /// Tokens of a `content` (llama-server: nothing added unless `add_special`), a `prompt` (vLLM: BOS unless
 /// `add_special_tokens` is false) or of `messages`.
 pub fn tokenize(fields: Fields<'_>, state: &State) -> Result<Value, ApiError> {
@@ -14,6 +18,10 @@ pub fn tokenize(fields: Fields<'_>, state: &State) -> Result<Value, ApiError> {
         Some("messages") => chat::prompt(fields, state, constrain::tools(fields, state)?.as_ref())?,
         Some(name) => {
             let text = fields.text(name)?.unwrap_or_default();
+            if text.len() > MOST_BYTES {
+                let message = format!("{name} has {} bytes, at most {MOST_BYTES} are taken", text.len());
+                return Err(ApiError::invalid(message).at(name));
+            }
             let flag = fields.any(&["add_special", "add_special_tokens"]).unwrap_or("add_special");
             let add = fields.boolean(flag)?.unwrap_or(name == "prompt");
             let parse = fields.boolean("parse_special")?.unwrap_or(true);
@@ -56,6 +64,10 @@ pub fn tokenize(fields: Fields<'_>, state: &State) -> Result<Value, ApiError> {
 pub fn detokenize(fields: Fields<'_>, state: &State) -> Result<Value, ApiError> {
     let list = fields.list("tokens")?;
     let list = list.ok_or_else(|| ApiError::invalid("tokens is missing, expected a list of token ids").at("tokens"))?;
+    if list.len() > MOST_TOKENS {
+        let message = format!("tokens has {} ids, at most {MOST_TOKENS} are taken", list.len());
+        return Err(ApiError::invalid(message).at("tokens"));
+    }
     let tokenizer = state.text.tokenizer();
     let vocab = tokenizer.vocab_size().max(state.engine.limits().vocab.min(u32::MAX as usize));
     let token = |(i, value)| token(value, vocab, &format!("tokens[{i}]"));
