@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use half::f16;
 
-use super::{Buffer, CudaError, Device};
+use super::{Buffer, CudaError, Device, DevicePtr, Pod};
 
 /// Which form the linear layers of a run read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -79,4 +79,31 @@ impl Acts {
             Form::F32 => cells.saturating_mul(4),
         }
     }
+
+    /// As kernels that write rows take it.
+    pub(super) fn args(&self) -> ActsArgs {
+        ActsArgs {
+            h: self.h.ptr(),
+            factors: self.factors.ptr(),
+            sums: self.sums.ptr(),
+            x: self.x.ptr(),
+            stride: self.stride as u32,
+            unused: 0,
+        }
+    }
 }
+
+/// The struct `Acts` of `kernels/cuda/acts.h`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct ActsArgs {
+    h: DevicePtr,
+    factors: DevicePtr,
+    sums: DevicePtr,
+    x: DevicePtr,
+    stride: u32,
+    unused: u32,
+}
+
+// SAFETY: words of 64 bits, then two of 32: no padding.
+unsafe impl Pod for ActsArgs {}

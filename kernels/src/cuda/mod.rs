@@ -4,17 +4,26 @@
 //! in the program as PTX (`kernels/ptx`), which the driver compiles for its device.
 
 pub mod acts;
+pub mod attend;
+pub mod batch;
 mod buffer;
+pub mod choose;
 mod device;
 mod driver;
 mod error;
+pub mod kv;
 mod module;
+pub mod ops;
 pub mod ptx;
 mod upload;
 
+pub use attend::Attend;
+pub use batch::Batch;
 pub use buffer::{Buffer, DevicePtr, Pinned, Pod};
+pub use choose::Choose;
 pub use device::{Device, DeviceInfo, Graph, devices};
 pub use error::CudaError;
+pub use kv::KvPool;
 pub use module::{Args, Kernel, Ptx};
 pub use upload::Upload;
 

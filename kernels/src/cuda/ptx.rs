@@ -10,7 +10,14 @@ macro_rules! ptx {
     };
 }
 
-ptx! {}
+ptx! {
+    /// Attention.
+    ATTEND = "attend";
+    /// The likeliest tokens.
+    CHOOSE = "choose";
+    /// Norms, activations, rope and append.
+    OPS = "ops";
+}
 
 #[cfg(test)]
 mod tests {

@@ -1,0 +1,659 @@
+// Causal attention over pages of keys and values, query heads grouped by the key/value head that they share.
+//
+// A vector is one query head of one row; the vectors of a chunk and a key/value head are numbered row by row, so that
+// a tile of 64 of them, 16 to a warp, is full whatever the group. Work is a list of (tile, key/value head, split)
+// that the host wrote to device memory (kernels/src/cuda/batch.rs): splits lie at absolute multiples of 256 tokens.
+// Inside a split the softmax is online over steps of STEP keys, which lie at absolute multiples of STEP; splits are
+// folded from left to right, by the block that has all of them or by `merge`. What a vector gets depends on its own
+// position and window only: steps and splits of which it sees nothing leave every bit as it is.
+//
+// Tensor cores (m16n8k16, f16 in, f32 sums): S = Q K^T, then O += P V and, with a column of ones, l += P 1. The layouts
+// of accumulators and of the left operand are such that P never leaves the registers (as in FlashAttention-2). Queries
+// become f16 under a power of two per vector. int8 keys are exact integers in f16, their scales multiply the scores;
+// int8 values become f16 under their scales.
+//
+// Bound by the bytes of keys and values where rows are few, by tensor cores where they are many. head_dim: any
+// multiple of 8 up to 256, padded with zeros to D = 32, 64, 128 or 256.
+#include "gpu.h"
+#include "pool.h"
+
+#define SPLIT 256
+#define WARPS 4
+#define THREADS (32 * WARPS)
+// Vectors of a tile.
+#define VECTORS (16 * WARPS)
+#define NONE 0xffffffffu
+#define LOG2E 1.4426950408889634f
+
+// ---- what the host wrote: words, of which the first say where the others are
+
+// Word 0: rows. Word 1: where the chunk of each row is. From word 4 on, four words per kind of layer: tiles, where
+// they are, where the chunks are, unused. All begin at multiples of four words.
+struct __align__(16) Chunk {
+    u32 first;     // row of the step
+    u32 rows;
+    u32 start;     // position of the first row
+    u32 table;     // where its blocks are
+    u32 partials;  // its first (row, slot)
+    u32 slots;     // slots of each row
+    u32 split;     // the split of slot 0
+    u32 unused;
+};
+
+struct __align__(16) Tile {
+    u32 chunk;
+    u32 vector;  // first of up to 64
+    u32 split;   // NONE: all, folded into slot 0
+    u32 unused;
+};
+
+struct Attend {
+    const float* qkv;  // f32 [m][(heads + 2 kv_heads) * d]
+    const u32* batch;
+    float* out;       // f32 [partials][heads][d]: of each (row, slot), sums of weighted values
+    float2* states;   // [partials][heads]: largest score (in powers of two), sum of weights
+    Pool pool;
+    float scale;      // of scores
+    u32 kind, heads, kv_heads, d;
+    u32 window;       // NONE: none
+};
+
+DEVICE const Chunk* chunks_of(const Attend& p) { return (const Chunk*)(p.batch + p.batch[4 + 4 * p.kind + 2]); }
+
+// First position that the row at `pos` sees.
+DEVICE u32 first_seen(u32 pos, u32 window) { return window == NONE || pos + 1 < window ? 0 : pos + 1 - window; }
+
+// ---- softmax
+
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// A maximum to subtract: nothing was seen while it is -inf.
+DEVICE float finite(float m) { return m == -INFINITY ? 0.0f : m; }
+
+// Factors that bring what is under `m` and what is under `n` under the larger of them, which `m` becomes.
+DEVICE float2 fold_factors(float& m, float n) {
+    float most = fmaxf(m, n), f = finite(most);
+    float2 r = make_float2(exp2_fast(m - f), exp2_fast(n - f));
+    m = most;
+    return r;
+}
+
+DEVICE float fold(float2 factors, float a, float b) { return __fmaf_rn(a, factors.x, __fmul_rn(b, factors.y)); }
+
+// ---- matrices in shared memory
+
+DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+DEVICE void load_matrices_turned(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+DEVICE u32 mul_f16x2(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// Within the finite range of f16.
+DEVICE u32 clamp_f16x2(u32 a) {
+    u32 r;
+    asm("{\n\t.reg .b32 t;\n\tmin.f16x2 t, %1, %2;\n\tmax.f16x2 %0, t, %3;\n\t}" : "=r"(r) : "r"(a), "r"(0x7bff7bffu), "r"(0xfbfffbffu));
+    return r;
+}
+
+// Four codes as exact f16, in order.
+DEVICE uint2 codes_to_f16(u32 codes) {
+    u32 biased = codes ^ 0x80808080u;  // 128 more, unsigned; 0x6400 | u is 1024 + u
+    u32 lo = __byte_perm(biased, 0x64646464u, 0x4140), hi = __byte_perm(biased, 0x64646464u, 0x4342);
+    return make_uint2(sub_f16x2(lo, 0x64806480u), sub_f16x2(hi, 0x64806480u));
+}
+
+// ---- steps of keys and values on their way to shared memory
+
+// Shared memory of a block. Rows are padded by 16 bytes, so that the eight rows of a matrix lie in different banks.
+template <int D>
+struct Shape {
+    static constexpr int STEP = D <= 128 ? 32 : 16;
+    static constexpr int ROW = D + 8;
+    // Elements of the keys (or the values) of a step.
+    static constexpr int PART = STEP * ROW;
+    // Queries that do not fit into registers stay in shared memory.
+    static constexpr bool SPILL = D > 128;
+    // Codes of the next step wait in registers while this one is computed, where there are any left.
+    static constexpr bool AHEAD = D <= 128;
+    // 8-element pieces of keys and values of a step, per thread.
+    static constexpr int PIECES = 2 * STEP * (D / 8) / THREADS;
+};
+
+// What a block reads of the cache: one sequence, one head, keys `from..to`.
+struct Span {
+    const u32* table;
+    const u8* base;
+    u64 block;
+    u32 from, to, d;
+};
+
+// Piece `i` of this thread in a step: row of keys (first STEP) or values, and column.
+template <int D>
+DEVICE void place_of(int i, u32& row, u32& column) {
+    u32 piece = threadIdx.x + i * THREADS;
+    row = piece / (D / 8);
+    column = piece % (D / 8) * 8;
+}
+
+template <int D>
+DEVICE void load_step_f16(u16* stage, const Span& s, u32 first) {
+    using S = Shape<D>;
+#pragma unroll
+    for (int i = 0; i < S::PIECES; i++) {
+        u32 row, column;
+        place_of<D>(i, row, column);
+        if (column >= s.d) continue;
+        u32 part = row / S::STEP, key = first + row % S::STEP;
+        bool there = key >= s.from && key < s.to;
+        const u8* at = s.base;
+        if (there) at += s.table[key / BLOCK] * s.block + 2 * ((part * BLOCK + key % BLOCK) * s.d + column);
+        copy_async_16(stage + row * S::ROW + column, at, there);
+    }
+}
+
+// Codes of a step in registers, and the scales that belong to them.
+template <int D>
+struct Codes {
+    uint2 codes[Shape<D>::PIECES];
+    u16 scales[Shape<D>::PIECES];
+};
+
+template <int D>
+DEVICE void load_step_int8(Codes<D>& to, const Span& s, u32 first) {
+    using S = Shape<D>;
+#pragma unroll
+    for (int i = 0; i < S::PIECES; i++) {
+        u32 row, column;
+        place_of<D>(i, row, column);
+        u32 part = row / S::STEP, key = first + row % S::STEP;
+        to.codes[i] = make_uint2(0, 0);
+        to.scales[i] = 0;
+        if (column >= s.d || key < s.from || key >= s.to) continue;
+        const u8* at = s.base + s.table[key / BLOCK] * s.block;
+        to.codes[i] = *(const uint2*)(at + SCALES + (part * BLOCK + key % BLOCK) * s.d + column);
+        to.scales[i] = ((const u16*)at)[part * BLOCK + key % BLOCK];
+    }
+}
+
+// Keys as integers and their scales to `scales`, values under their scales.
+template <int D>
+DEVICE void store_step_int8(u16* stage, float* scales, const Codes<D>& from, u32 d) {
+    using S = Shape<D>;
+#pragma unroll
+    for (int i = 0; i < S::PIECES; i++) {
+        u32 row, column;
+        place_of<D>(i, row, column);
+        if (column >= d) continue;
+        uint2 a = codes_to_f16(from.codes[i].x), b = codes_to_f16(from.codes[i].y);
+        if (row < S::STEP) {
+            if (column == 0) scales[row] = f16_to_f32(from.scales[i]);
+        } else {
+            u32 scale = from.scales[i] * 0x10001u;
+            a = make_uint2(clamp_f16x2(mul_f16x2(a.x, scale)), clamp_f16x2(mul_f16x2(a.y, scale)));
+            b = make_uint2(clamp_f16x2(mul_f16x2(b.x, scale)), clamp_f16x2(mul_f16x2(b.y, scale)));
+        }
+        *(uint4*)(stage + row * S::ROW + column) = make_uint4(a.x, a.y, b.x, b.y);
+    }
+}
+
+// ---- a warp: 16 vectors against steps of keys
+
+// Lane l, g = l / 4, t = l % 4, holds for vectors g and g + 8 (i = 0, 1) the columns 8j + 2t, 8j + 2t + 1.
+template <int D>
+struct Warp {
+    u32 q[Shape<D>::SPILL ? 1 : D / 16][4];  // left operands
+    float o[D / 8][4];                       // sums of weighted values
+    float l[4];                              // sums of weights: 0 and 2 are those of i = 0, 1
+    float m[2];                              // largest scores
+    float scale[2];                          // of scores, and to powers of two
+    u32 first[2], last[2];                   // keys seen; first > last: none
+};
+
+template <int D>
+DEVICE void clear(Warp<D>& w) {
+#pragma unroll
+    for (int j = 0; j < D / 8; j++) w.o[j][0] = w.o[j][1] = w.o[j][2] = w.o[j][3] = 0.0f;
+    w.l[0] = w.l[1] = w.l[2] = w.l[3] = 0.0f;
+    w.m[0] = w.m[1] = -INFINITY;
+}
+
+// One step of keys `first..` in `stage`; `scales`: of int8 keys, or null. `q` holds the warp's queries where they do
+// not fit into registers.
+template <int D, bool CODES>
+DEVICE void step(Warp<D>& w, const u16* stage, const float* scales, const u16* q, u32 first) {
+    using S = Shape<D>;
+    u32 lane = threadIdx.x % 32, t = lane % 4, matrix = lane / 8, r = lane % 8;
+    float s[S::STEP / 8][4];
+#pragma unroll
+    for (int j = 0; j < S::STEP / 8; j++) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+        u32 a[4];
+        if (S::SPILL) {
+            load_matrices(a, q + (matrix % 2 * 8 + r) * S::ROW + 16 * k + matrix / 2 * 8);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[i] = w.q[k][i];
+        }
+#pragma unroll
+        for (int j = 0; j < S::STEP / 16; j++) {
+            u32 b[4];
+            load_matrices(b, stage + (16 * j + matrix / 2 * 8 + r) * S::ROW + 16 * k + matrix % 2 * 8);
+            mma_f16(s[2 * j], a[0], a[1], a[2], a[3], b[0], b[1]);
+            mma_f16(s[2 * j + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        }
+    }
+    // Scores as powers of two; those of keys that are not seen are -inf, whatever was read for them.
+    float most[2] = {w.m[0], w.m[1]};
+#pragma unroll
+    for (int j = 0; j < S::STEP / 8; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            u32 key = first + 8 * j + 2 * t + e % 2;
+            float x = CODES ? s[j][e] * scales[8 * j + 2 * t + e % 2] * w.scale[e / 2] : s[j][e] * w.scale[e / 2];
+            s[j][e] = key >= w.first[e / 2] && key <= w.last[e / 2] ? x : -INFINITY;
+            most[e / 2] = fmaxf(most[e / 2], s[j][e]);
+        }
+    }
+    float old[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        most[i] = fmaxf(most[i], __shfl_xor_sync(FULL, most[i], 1));
+        most[i] = fmaxf(most[i], __shfl_xor_sync(FULL, most[i], 2));
+        old[i] = exp2_fast(w.m[i] - finite(most[i]));
+        w.m[i] = most[i];
+        most[i] = finite(most[i]);
+    }
+    // A factor of one changes nothing, and mostly all are one.
+    if (__any_sync(FULL, old[0] != 1.0f || old[1] != 1.0f)) {
+#pragma unroll
+        for (int j = 0; j < D / 8; j++) {
+            w.o[j][0] *= old[0];
+            w.o[j][1] *= old[0];
+            w.o[j][2] *= old[1];
+            w.o[j][3] *= old[1];
+        }
+        w.l[0] *= old[0];
+        w.l[2] *= old[1];
+    }
+    const u16* values = stage + S::PART;
+#pragma unroll
+    for (int k = 0; k < S::STEP / 16; k++) {
+        u32 a[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float* x = &s[2 * k + i / 2][i % 2 * 2];
+            a[i] = f32_to_f16x2(exp2_fast(x[0] - most[i % 2]), exp2_fast(x[1] - most[i % 2]));
+        }
+        mma_f16(w.l, a[0], a[1], a[2], a[3], 0x3c003c00u, 0x3c003c00u);
+#pragma unroll
+        for (int n = 0; n < D / 16; n++) {
+            u32 b[4];
+            load_matrices_turned(b, values + (16 * k + matrix % 2 * 8 + r) * S::ROW + 16 * n + matrix / 2 * 8);
+            mma_f16(w.o[2 * n], a[0], a[1], a[2], a[3], b[0], b[1]);
+            mma_f16(w.o[2 * n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        }
+    }
+}
+
+// ---- a block: a tile of vectors
+
+// Where the result of a vector goes.
+struct Places {
+    u64 at[2];      // (row, slot, head), counted; of vectors that are none: ~0
+    float m[2], l[2];  // what is there already
+    bool any;
+};
+
+// Adds a split to what is there.
+template <int D>
+DEVICE void put(const Attend& p, const Warp<D>& w, Places& to) {
+    u32 t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (to.at[i] == ~0ull) continue;
+        float* out = p.out + to.at[i] * p.d + 2 * t;
+        float2 factors = make_float2(0.0f, 1.0f);
+        if (to.any) factors = fold_factors(to.m[i], w.m[i]);
+        else to.m[i] = w.m[i];
+        to.l[i] = to.any ? fold(factors, to.l[i], w.l[2 * i]) : w.l[2 * i];
+#pragma unroll
+        for (int j = 0; j < D / 8; j++) {
+            if (8 * j >= p.d) continue;
+            float2 v = make_float2(w.o[j][2 * i], w.o[j][2 * i + 1]);
+            if (to.any) {
+                float2 before = *(const float2*)(out + 8 * j);
+                v = make_float2(fold(factors, before.x, v.x), fold(factors, before.y, v.y));
+            }
+            *(float2*)(out + 8 * j) = v;
+        }
+        if (t == 0) p.states[to.at[i]] = make_float2(to.m[i], to.l[i]);
+    }
+    to.any = true;
+}
+
+// The queries of this warp, vectors `vector..` of `all`, as f16 to shared memory, rows of `Shape::ROW`, under powers of
+// two; zeros for what is none. Lane i keeps the inverse of the factor of vector i in its result.
+template <int D>
+DEVICE float load_queries(const Attend& p, const Chunk& c, u32 kv_head, u32 vector, u32 all, u16* to) {
+    using S = Shape<D>;
+    u32 lane = threadIdx.x % 32, group = p.heads / p.kv_heads;
+    float mine = 0.0f;
+#pragma unroll 1
+    for (u32 i = 0; i < 16; i++) {
+        u32 v = vector + i;
+        u64 row = c.first + v / group;
+        const float* from = p.qkv + (row * (p.heads + 2 * p.kv_heads) + kv_head * group + v % group) * p.d;
+        float x[D / 32];
+        u32 most = 0;
+#pragma unroll
+        for (int j = 0; j < D / 32; j++) {
+            u32 column = lane + 32 * j;
+            x[j] = v < all && column < p.d ? from[column] : 0.0f;
+            most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
+        }
+        most = __reduce_max_sync(FULL, most);
+        // To [2^8, 2^9), as in acts.h.
+        int e = max((int)(most >> 23) - 127, -100);
+        bool number = most < 0x7f800000u;
+        float up = number ? __uint_as_float((u32)(135 - e) << 23) : 0.0f;
+        if (lane == i) mine = number ? __uint_as_float((u32)(119 + e) << 23) : __uint_as_float(0x7fc00000u);
+#pragma unroll
+        for (int j = 0; j < D / 32; j++) to[i * S::ROW + lane + 32 * j] = number ? f32_to_f16(x[j] * up) : 0;
+    }
+    __syncwarp();
+    return mine;
+}
+
+template <int D, bool CODES>
+DEVICE void attend_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* shared) {
+    using S = Shape<D>;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
+    const Chunk c = chunks_of(p)[tile.chunk];
+    u32 group = p.heads / p.kv_heads, all = c.rows * group;
+    u32 row_from = tile.vector / group, row_last = (min(all, tile.vector + VECTORS) - 1) / group;
+    Span span;
+    span.table = p.batch + c.table;
+    span.base = p.pool.base + kv_head * p.pool.head;
+    span.block = p.pool.block;
+    span.d = p.d;
+    span.from = first_seen(c.start + row_from, p.window);
+    span.to = c.start + row_last + 1;
+    if (tile.split != NONE) {
+        span.from = max(span.from, tile.split * SPLIT);
+        span.to = min(span.to, tile.split * SPLIT + SPLIT);
+    }
+    u16* stages = shared;
+    float* scales = (float*)(shared + 4 * S::PART);
+    u16* queries = S::SPILL ? shared + 4 * S::PART + 4 * S::STEP : stages;
+    queries += warp * 16 * S::ROW;
+
+    // Everybody is done with what was here before.
+    __syncthreads();
+    Warp<D> w;
+    Places to;
+    to.any = false;
+    u32 vector = tile.vector + warp * 16;
+    bool busy = vector < all;
+    float factor = load_queries<D>(p, c, kv_head, vector, all, queries);
+    if (!S::SPILL) {
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+            load_matrices(w.q[k], queries + (lane / 8 % 2 * 8 + lane % 8) * S::ROW + 16 * k + lane / 16 * 8);
+        }
+    }
+    u32 seen_first = NONE, seen_last = 0;  // of the warp
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u32 v = vector + g + 8 * i, row = v / group, pos = c.start + row;
+        bool there = v < all;
+        w.scale[i] = __shfl_sync(FULL, factor, g + 8 * i) * (p.scale * LOG2E);
+        w.first[i] = there ? first_seen(pos, p.window) : 1;
+        w.last[i] = there ? pos : 0;
+        u64 slot = (u64)c.partials + (u64)row * c.slots + (tile.split == NONE ? 0 : tile.split - c.split);
+        to.at[i] = there ? slot * p.heads + kv_head * group + v % group : ~0ull;
+        to.m[i] = to.l[i] = 0.0f;
+        if (there) {
+            seen_first = min(seen_first, w.first[i]);
+            seen_last = max(seen_last, pos);
+        }
+    }
+    seen_first = __reduce_min_sync(FULL, seen_first);
+    seen_last = __reduce_max_sync(FULL, seen_last);
+    __syncthreads();
+    // Columns that no head has are zero in both factors of every product.
+    for (u32 i = threadIdx.x; i < 4 * S::STEP * (D - p.d); i += THREADS) {
+        stages[i / (D - p.d) * S::ROW + p.d + i % (D - p.d)] = 0;
+    }
+    clear(w);
+
+    u32 first = span.from / S::STEP * S::STEP, stage = 0;
+    Codes<D> codes;
+    if (CODES) {
+        load_step_int8<D>(codes, span, first);
+        store_step_int8<D>(stages, scales, codes, p.d);
+    } else {
+        load_step_f16<D>(stages, span, first);
+        copy_commit();
+    }
+    for (; first < span.to; first += S::STEP, stage ^= 1) {
+        if (!CODES) copy_wait<0>();
+        // The step is there, and everybody is done with the one before.
+        __syncthreads();
+        bool more = first + S::STEP < span.to;
+        u16* next = stages + (stage ^ 1) * 2 * S::PART;
+        if (more) {
+            if (CODES && S::AHEAD) load_step_int8<D>(codes, span, first + S::STEP);
+            if (!CODES) load_step_f16<D>(next, span, first + S::STEP);
+        }
+        if (!CODES) copy_commit();
+        if (busy && first <= seen_last && first + S::STEP > seen_first) {
+            step<D, CODES>(w, stages + stage * 2 * S::PART, scales + stage * S::STEP, queries, first);
+        }
+        if (CODES && more) {
+            if (!S::AHEAD) load_step_int8<D>(codes, span, first + S::STEP);
+            store_step_int8<D>(next, scales + (stage ^ 1) * S::STEP, codes, p.d);
+        }
+        if ((first + S::STEP) % SPLIT == 0 || !more) {
+            put(p, w, to);
+            clear(w);
+        }
+    }
+}
+
+template <int D, bool CODES>
+DEVICE void attend(const Attend& p) {
+    extern __shared__ __align__(16) u16 shared[];
+    const u32* kind = p.batch + 4 + 4 * p.kind;
+    const Tile* tiles = (const Tile*)(p.batch + kind[1]);
+    u32 items = kind[0] * p.kv_heads;
+    for (u32 i = blockIdx.x; i < items; i += gridDim.x) {
+        attend_tile<D, CODES>(p, tiles[i / p.kv_heads], i % p.kv_heads, shared);
+    }
+}
+
+KERNEL(THREADS) attend_f16_32(Attend p) { attend<32, false>(p); }
+KERNEL(THREADS) attend_f16_64(Attend p) { attend<64, false>(p); }
+KERNEL(THREADS) attend_f16_128(Attend p) { attend<128, false>(p); }
+KERNEL(THREADS) attend_f16_256(Attend p) { attend<256, false>(p); }
+KERNEL(THREADS) attend_int8_32(Attend p) { attend<32, true>(p); }
+KERNEL(THREADS) attend_int8_64(Attend p) { attend<64, true>(p); }
+KERNEL(THREADS) attend_int8_128(Attend p) { attend<128, true>(p); }
+KERNEL(THREADS) attend_int8_256(Attend p) { attend<256, true>(p); }
+
+// ---- the splits of a row and a head together: to f32 [m][heads * d]. Grid: m x heads. Rows of no chunk are zero.
+
+#define MERGE_THREADS 64
+
+KERNEL(MERGE_THREADS) merge(Attend p, float* to) {
+    u32 row = blockIdx.x, head = blockIdx.y;
+    to += ((u64)row * p.heads + head) * p.d;
+    u32 chunk = row < p.batch[0] ? p.batch[p.batch[1] + row] : NONE;
+    if (chunk == NONE) {
+        for (u32 i = threadIdx.x; i < p.d; i += MERGE_THREADS) to[i] = 0.0f;
+        return;
+    }
+    const Chunk c = chunks_of(p)[chunk];
+    u32 pos = c.start + row - c.first, slot = 0, end = 1;
+    if (c.slots > 1) {
+        slot = first_seen(pos, p.window) / SPLIT - c.split;
+        end = pos / SPLIT + 1 - c.split;
+    }
+    u64 at = ((u64)c.partials + (u64)(row - c.first) * c.slots + slot) * p.heads + head;
+    float o[256 / MERGE_THREADS];
+    float2 state = p.states[at];
+#pragma unroll
+    for (int i = 0; i < 256 / MERGE_THREADS; i++) {
+        u32 column = threadIdx.x + i * MERGE_THREADS;
+        o[i] = column < p.d ? p.out[at * p.d + column] : 0.0f;
+    }
+    for (slot++, at += p.heads; slot < end; slot++, at += p.heads) {
+        float2 next = p.states[at], factors = fold_factors(state.x, next.x);
+        state.y = fold(factors, state.y, next.y);
+#pragma unroll
+        for (int i = 0; i < 256 / MERGE_THREADS; i++) {
+            u32 column = threadIdx.x + i * MERGE_THREADS;
+            if (column < p.d) o[i] = fold(factors, o[i], p.out[at * p.d + column]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 256 / MERGE_THREADS; i++) {
+        u32 column = threadIdx.x + i * MERGE_THREADS;
+        if (column < p.d) to[column] = __fdiv_rn(o[i], state.y);
+    }
+}
+
+// ---- f32 throughout: one block of threads per row and head, all splits in order; straight to f32 [m][heads * d].
+
+#define PLAIN_THREADS 128
+
+DEVICE float plain_max(float v, float* shared) {
+    v = warp_max(v);
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+    __syncthreads();
+    float most = shared[0];
+#pragma unroll
+    for (int i = 1; i < PLAIN_THREADS / 32; i++) most = fmaxf(most, shared[i]);
+    __syncthreads();
+    return most;
+}
+
+DEVICE float plain_sum(float v, float* shared) {
+    v = warp_sum(v);
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+    __syncthreads();
+    float sum = shared[0];
+#pragma unroll
+    for (int i = 1; i < PLAIN_THREADS / 32; i++) sum += shared[i];
+    __syncthreads();
+    return sum;
+}
+
+// Element `i` of a key (part 0) or value (part 1), without the scale of int8.
+template <int KV>
+DEVICE float element(const u8* at, u32 part, u32 slot, u32 d, u32 i) {
+    u32 place = (part * BLOCK + slot) * d + i;
+    if (KV == KV_F16) return f16_to_f32(((const u16*)at)[place]);
+    if (KV == KV_F32) return ((const float*)at)[place];
+    return (float)((const i8*)at + SCALES)[place];
+}
+
+template <int KV>
+DEVICE float scale_of(const u8* at, u32 part, u32 slot) {
+    return KV == KV_INT8 ? f16_to_f32(((const u16*)at)[part * BLOCK + slot]) : 1.0f;
+}
+
+template <int KV>
+DEVICE void attend_plain(const Attend& p, float* to) {
+    __shared__ float q[256], weights[SPLIT], shared[PLAIN_THREADS / 32];
+    u32 row = blockIdx.x, head = blockIdx.y, group = p.heads / p.kv_heads;
+    to += ((u64)row * p.heads + head) * p.d;
+    u32 chunk = row < p.batch[0] ? p.batch[p.batch[1] + row] : NONE;
+    if (chunk == NONE) {
+        for (u32 i = threadIdx.x; i < p.d; i += PLAIN_THREADS) to[i] = 0.0f;
+        return;
+    }
+    const Chunk c = chunks_of(p)[chunk];
+    const u32* table = p.batch + c.table;
+    const u8* base = p.pool.base + head / group * p.pool.head;
+    const float* query = p.qkv + ((u64)row * (p.heads + 2 * p.kv_heads) + head) * p.d;
+    for (u32 i = threadIdx.x; i < p.d; i += PLAIN_THREADS) q[i] = query[i];
+    u32 pos = c.start + row - c.first, seen = first_seen(pos, p.window);
+    float m = -INFINITY, l = 0.0f, o[2] = {0.0f, 0.0f};
+    __syncthreads();
+    for (u32 split = seen / SPLIT; split <= pos / SPLIT; split++) {
+        u32 from = max(seen, split * SPLIT), end = min(pos + 1, split * SPLIT + SPLIT);
+        float most = -INFINITY;
+        for (u32 t = threadIdx.x; t < SPLIT; t += PLAIN_THREADS) {
+            u32 key = split * SPLIT + t;
+            float x = -INFINITY;
+            if (key >= from && key < end) {
+                const u8* at = base + table[key / BLOCK] * p.pool.block;
+                float dot[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                for (u32 i = 0; i < p.d; i += 4) {
+#pragma unroll
+                    for (u32 e = 0; e < 4; e++) {
+                        dot[e] = __fmaf_rn(q[i + e], element<KV>(at, 0, key % BLOCK, p.d, i + e), dot[e]);
+                    }
+                }
+                x = ((dot[0] + dot[1]) + (dot[2] + dot[3])) * scale_of<KV>(at, 0, key % BLOCK) * p.scale;
+            }
+            weights[t] = x;
+            most = fmaxf(most, x);
+        }
+        most = plain_max(most, shared);
+        float next = fmaxf(m, most), f = finite(next), sum = 0.0f;
+        for (u32 t = threadIdx.x; t < SPLIT; t += PLAIN_THREADS) {
+            float w = expf(weights[t] - f);
+            sum += w;
+            // A value's scale goes with its weight.
+            u32 key = split * SPLIT + t;
+            if (KV == KV_INT8 && key >= from && key < end) {
+                w *= scale_of<KV>(base + table[key / BLOCK] * p.pool.block, 1, key % BLOCK);
+            }
+            weights[t] = w;
+        }
+        sum = plain_sum(sum, shared);
+        float old = expf(m - f);
+        m = next;
+        l = __fmaf_rn(l, old, sum);
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            u32 column = threadIdx.x + i * PLAIN_THREADS;
+            if (column >= p.d) continue;
+            o[i] *= old;
+            for (u32 key = from; key < end; key++) {
+                const u8* at = base + table[key / BLOCK] * p.pool.block;
+                o[i] = __fmaf_rn(weights[key % SPLIT], element<KV>(at, 1, key % BLOCK, p.d, column), o[i]);
+            }
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        u32 column = threadIdx.x + i * PLAIN_THREADS;
+        if (column < p.d) to[column] = __fdiv_rn(o[i], l);
+    }
+}
+
+KERNEL(PLAIN_THREADS) attend_plain_f16(Attend p, float* to) { attend_plain<KV_F16>(p, to); }
+KERNEL(PLAIN_THREADS) attend_plain_f32(Attend p, float* to) { attend_plain<KV_F32>(p, to); }
+KERNEL(PLAIN_THREADS) attend_plain_int8(Attend p, float* to) { attend_plain<KV_INT8>(p, to); }

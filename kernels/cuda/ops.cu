@@ -1,0 +1,363 @@
+// Row operations between linear layers: norms, activations, rope and the way into the KV cache.
+//
+// A block of threads takes one row (rope: one warp takes one head), so what a row gives depends on nothing else. All
+// are bound by the bytes of their rows or, for few rows, by the time of a launch; a row is read two or three times,
+// from the L1 cache after the first. Shapes are given at the kernels; columns are padded with zeros to the stride of
+// the result. Any number of columns; four at a time where it is a multiple of four.
+#include "gpu.h"
+#include "acts.h"
+#include "pool.h"
+
+#define THREADS 256
+
+DEVICE float4 zero4() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+
+// Columns 4q to 4q + 3 of a row of `n`, zeros beyond.
+DEVICE float4 load_quad(const float* row, u32 q, u32 n) {
+    if (n % 4 == 0) return 4 * q < n ? ((const float4*)row)[q] : zero4();
+    float4 v = zero4();
+    if (4 * q < n) v.x = row[4 * q];
+    if (4 * q + 1 < n) v.y = row[4 * q + 1];
+    if (4 * q + 2 < n) v.z = row[4 * q + 2];
+    if (4 * q + 3 < n) v.w = row[4 * q + 3];
+    return v;
+}
+
+// ---- norms
+
+// Mean and 1 / deviation of a row. RMS norms have mean 0.
+struct Moments {
+    float mean, r;
+};
+
+template <bool LAYER>
+DEVICE Moments moments(const float* x, u32 n, float eps) {
+    __shared__ float shared[32];
+    float mean = 0.0f, sum = 0.0f;
+    if (LAYER) {
+#pragma unroll 4
+        for (u32 i = threadIdx.x; i < n; i += THREADS) sum += x[i];
+        mean = __fdiv_rn(block_sum<THREADS>(sum, shared), (float)n);
+        sum = 0.0f;
+    }
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < n; i += THREADS) {
+        float d = LAYER ? x[i] - mean : x[i];
+        sum = __fmaf_rn(d, d, sum);
+    }
+    sum = block_sum<THREADS>(sum, shared);
+    return {mean, __fdiv_rn(1.0f, __fsqrt_rn(__fdiv_rn(sum, (float)n) + eps))};
+}
+
+template <bool LAYER>
+DEVICE float norm_one(Moments m, float x, float w, float b) {
+    if (LAYER) return __fmaf_rn(__fmul_rn(__fsub_rn(x, m.mean), m.r), w, b);
+    return __fmul_rn(__fmul_rn(x, m.r), w);
+}
+
+template <bool LAYER>
+DEVICE float4 norm_quad(Moments m, const float* x, const float* weight, const float* bias, const u32* order, u32 q,
+                        u32 n) {
+    if (order) {
+        float v[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            bool there = 4 * q + i < n;
+            u32 c = there ? order[4 * q + i] : 0;
+            v[i] = there ? norm_one<LAYER>(m, x[c], weight[c], LAYER ? bias[c] : 0.0f) : 0.0f;
+        }
+        return make_float4(v[0], v[1], v[2], v[3]);
+    }
+    float4 v = load_quad(x, q, n), w = load_quad(weight, q, n), b = LAYER ? load_quad(bias, q, n) : zero4();
+    float4 y = make_float4(norm_one<LAYER>(m, v.x, w.x, b.x), norm_one<LAYER>(m, v.y, w.y, b.y),
+                           norm_one<LAYER>(m, v.z, w.z, b.z), norm_one<LAYER>(m, v.w, w.w, b.w));
+    // What lies beyond the row's end is (0 - mean) * r * 0 + 0, which is no number where r is none.
+    if (4 * q >= n) y.x = 0.0f;
+    if (4 * q + 1 >= n) y.y = 0.0f;
+    if (4 * q + 2 >= n) y.z = 0.0f;
+    if (4 * q + 3 >= n) y.w = 0.0f;
+    return y;
+}
+
+// x: f32 [..][n]; rows: u32 [m] or null (row i is row i of x); weight, bias: f32 [n]; order: u32 [n] or null: column j
+// of the result is column order[j] of the normed row. Grid: m blocks.
+template <bool LAYER, bool HALF>
+DEVICE void norm_to_acts(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order,
+                         u32 n, float eps, Acts to) {
+    u32 row = blockIdx.x;
+    x += (u64)(rows ? rows[row] : row) * n;
+    Moments m = moments<LAYER>(x, n, eps);
+    write_row<HALF, THREADS>(to, row, [&](u32 q) { return norm_quad<LAYER>(m, x, weight, bias, order, q, n); });
+}
+
+KERNEL(THREADS)
+rms_norm_f16(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order, u32 n,
+             float eps, Acts to) {
+    norm_to_acts<false, true>(x, rows, weight, bias, order, n, eps, to);
+}
+
+KERNEL(THREADS)
+rms_norm_f32(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order, u32 n,
+             float eps, Acts to) {
+    norm_to_acts<false, false>(x, rows, weight, bias, order, n, eps, to);
+}
+
+KERNEL(THREADS)
+layer_norm_f16(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order, u32 n,
+               float eps, Acts to) {
+    norm_to_acts<true, true>(x, rows, weight, bias, order, n, eps, to);
+}
+
+KERNEL(THREADS)
+layer_norm_f32(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order, u32 n,
+               float eps, Acts to) {
+    norm_to_acts<true, false>(x, rows, weight, bias, order, n, eps, to);
+}
+
+// The same into f32 [m][n], in natural order.
+template <bool LAYER>
+DEVICE void norm_to_rows(const float* x, const u32* rows, const float* weight, const float* bias, u32 n, float eps,
+                         float* to) {
+    u32 row = blockIdx.x;
+    x += (u64)(rows ? rows[row] : row) * n;
+    to += (u64)row * n;
+    Moments m = moments<LAYER>(x, n, eps);
+    for (u32 i = threadIdx.x; i < n; i += THREADS) {
+        to[i] = norm_one<LAYER>(m, x[i], weight[i], LAYER ? bias[i] : 0.0f);
+    }
+}
+
+KERNEL(THREADS)
+rms_norm_rows(const float* x, const u32* rows, const float* weight, const float* bias, u32 n, float eps, float* to) {
+    norm_to_rows<false>(x, rows, weight, bias, n, eps, to);
+}
+
+KERNEL(THREADS)
+layer_norm_rows(const float* x, const u32* rows, const float* weight, const float* bias, u32 n, float eps, float* to) {
+    norm_to_rows<true>(x, rows, weight, bias, n, eps, to);
+}
+
+// ---- rows as they are: x f32 [m][n], order as above. Grid: m blocks.
+
+template <bool HALF>
+DEVICE void rows_to_acts(const float* x, const u32* order, u32 n, Acts to) {
+    u32 row = blockIdx.x;
+    x += (u64)row * n;
+    write_row<HALF, THREADS>(to, row, [&](u32 q) {
+        if (!order) return load_quad(x, q, n);
+        float v[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) v[i] = 4 * q + i < n ? x[order[4 * q + i]] : 0.0f;
+        return make_float4(v[0], v[1], v[2], v[3]);
+    });
+}
+
+KERNEL(THREADS) rows_f16(const float* x, const u32* order, u32 n, Acts to) { rows_to_acts<true>(x, order, n, to); }
+KERNEL(THREADS) rows_f32(const float* x, const u32* order, u32 n, Acts to) { rows_to_acts<false>(x, order, n, to); }
+
+// ---- activations (models/src/spec.rs, Act)
+
+#define SILU 0
+#define GELU 1
+#define GELU_TANH 2
+
+template <int KIND>
+DEVICE float act_one(float x) {
+    if (KIND == SILU) return __fdiv_rn(x, 1.0f + expf(-x));
+    if (KIND == GELU) return 0.5f * x * erfcf(x * -0.70710678118654752f);
+    // x (1 + tanh u) / 2 is x / (1 + e^-2u), which does not cancel; the factor is -2 sqrt(2 / pi).
+    float u = x * __fmaf_rn(x * x, 0.044715f, 1.0f);
+    return __fdiv_rn(x, 1.0f + expf(u * -1.5957691216057308f));
+}
+
+// gate_up: f32 [m][2 n], gate | up, or [m][n] without a gate; the result goes through its first n columns, which are
+// overwritten. Grid: m blocks.
+#define ACT_THREADS 512
+
+template <int KIND, bool HALF>
+DEVICE void act_to_acts(float* gate_up, u32 n, u32 gated, Acts to) {
+    u32 row = blockIdx.x;
+    float* gate = gate_up + (u64)row * (gated ? 2 * n : n);
+    const float* up = gate + n;
+    // A thread reads back only what it wrote itself: quad q is always that of the same thread.
+#pragma unroll 1
+    for (u32 q = threadIdx.x; 4 * q < n; q += ACT_THREADS) {
+        if (n % 4 == 0) {
+            float4 g = ((const float4*)gate)[q];
+            float4 v = make_float4(act_one<KIND>(g.x), act_one<KIND>(g.y), act_one<KIND>(g.z), act_one<KIND>(g.w));
+            if (gated) {
+                float4 u = ((const float4*)up)[q];
+                v = make_float4(v.x * u.x, v.y * u.y, v.z * u.z, v.w * u.w);
+            }
+            ((float4*)gate)[q] = v;
+            continue;
+        }
+#pragma unroll 1
+        for (u32 i = 4 * q; i < min(n, 4 * q + 4); i++) gate[i] = act_one<KIND>(gate[i]) * (gated ? up[i] : 1.0f);
+    }
+    write_row<HALF, ACT_THREADS>(to, row, [&](u32 q) { return load_quad(gate, q, n); });
+}
+
+KERNEL(ACT_THREADS) silu_f16(float* x, u32 n, u32 gated, Acts to) { act_to_acts<SILU, true>(x, n, gated, to); }
+KERNEL(ACT_THREADS) silu_f32(float* x, u32 n, u32 gated, Acts to) { act_to_acts<SILU, false>(x, n, gated, to); }
+KERNEL(ACT_THREADS) gelu_f16(float* x, u32 n, u32 gated, Acts to) { act_to_acts<GELU, true>(x, n, gated, to); }
+KERNEL(ACT_THREADS) gelu_f32(float* x, u32 n, u32 gated, Acts to) { act_to_acts<GELU, false>(x, n, gated, to); }
+KERNEL(ACT_THREADS)
+gelu_tanh_f16(float* x, u32 n, u32 gated, Acts to) { act_to_acts<GELU_TANH, true>(x, n, gated, to); }
+KERNEL(ACT_THREADS)
+gelu_tanh_f32(float* x, u32 n, u32 gated, Acts to) { act_to_acts<GELU_TANH, false>(x, n, gated, to); }
+
+// ---- norms of heads, rope, and keys and values into the cache
+
+struct RopeAppend {
+    float* qkv;        // f32 [m][(heads + 2 kv_heads) * d], changed in place
+    const float* cos;  // f32 [m][d / 2], or null: no rope
+    const float* sin;
+    const float* q_norm;  // f32 [d], or null: no norms
+    const float* k_norm;
+    const u32* places;    // u32 [m]: block * 16 + slot; all ones: nowhere
+    Pool pool;
+    float eps;
+    u32 heads, kv_heads, d;
+};
+
+// Pairs of a lane; heads have up to 256 elements.
+#define PAIRS 4
+#define F16_MOST 65504.0f
+
+// A head in the registers of a warp: lane l has the pairs (i, i + d / 2) of i = l, l + 32, ...
+struct Head {
+    float a[PAIRS], b[PAIRS];
+};
+
+DEVICE Head load_head(const float* x, u32 half) {
+    Head h;
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+        u32 i = threadIdx.x % 32 + 32 * j;
+        h.a[j] = i < half ? x[i] : 0.0f;
+        h.b[j] = i < half ? x[i + half] : 0.0f;
+    }
+    return h;
+}
+
+DEVICE void norm_head(Head& h, const float* weight, u32 half, float eps) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+        sum = __fmaf_rn(h.a[j], h.a[j], sum);
+        sum = __fmaf_rn(h.b[j], h.b[j], sum);
+    }
+    sum = warp_sum(sum);
+    float r = __fdiv_rn(1.0f, __fsqrt_rn(__fdiv_rn(sum, (float)(2 * half)) + eps));
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+        u32 i = threadIdx.x % 32 + 32 * j;
+        if (i < half) {
+            h.a[j] = __fmul_rn(__fmul_rn(h.a[j], r), weight[i]);
+            h.b[j] = __fmul_rn(__fmul_rn(h.b[j], r), weight[i + half]);
+        }
+    }
+}
+
+DEVICE void turn_head(Head& h, const float* cos, const float* sin, u32 half) {
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+        u32 i = threadIdx.x % 32 + 32 * j;
+        if (i < half) {
+            float c = cos[i], s = sin[i], a = h.a[j], b = h.b[j];
+            h.a[j] = __fsub_rn(__fmul_rn(a, c), __fmul_rn(b, s));
+            h.b[j] = __fadd_rn(__fmul_rn(b, c), __fmul_rn(a, s));
+        }
+    }
+}
+
+// Calls `store(i, element)` for the lane's elements.
+template <class Store>
+DEVICE void each(const Head& h, u32 half, Store store) {
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+        u32 i = threadIdx.x % 32 + 32 * j;
+        if (i < half) {
+            store(i, h.a[j]);
+            store(i + half, h.b[j]);
+        }
+    }
+}
+
+// Largest magnitude of a head, as bits.
+DEVICE u32 most_of(const Head& h) {
+    u32 most = 0;
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) most = max(most, max(magnitude(h.a[j]), magnitude(h.b[j])));
+    return __reduce_max_sync(FULL, most);
+}
+
+DEVICE u16 clamp_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -F16_MOST), F16_MOST)); }
+
+// Least f16 with which 127 reaches the greatest magnitude, at most the largest finite one (cpu/kv.rs, scale_of).
+DEVICE u16 scale_of(u32 most) {
+    float exact = fminf(__fdiv_rn(__uint_as_float(most), 127.0f), F16_MOST);
+    u16 near = f32_to_f16(exact);
+    return f16_to_f32(near) < exact ? near + 1 : near;
+}
+
+DEVICE void codes_of(const Head& h, u16 scale, i8* to, u32 half) {
+    float s = f16_to_f32(scale);
+    float inverse = s > 0.0f ? __fdiv_rn(1.0f, s) : 0.0f;
+    each(h, half, [&](u32 i, float x) {
+        to[i] = s > 0.0f ? (i8)__float2int_rn(fminf(fmaxf(__fmul_rn(x, inverse), -127.0f), 127.0f)) : 0;
+    });
+}
+
+// A NaN in the key or the value makes the whole key NaN (f16) or its scale (int8), and the value zero: whoever sees the
+// token gets NaN, and nobody else does, as a weight of zero times a stored value is zero.
+template <int KV>
+DEVICE void append(u8* at, u32 slot, u32 d, const Head& k, const Head& v) {
+    u32 half = d / 2;
+    if (KV == KV_F32) {
+        float *to_k = (float*)at + slot * d, *to_v = to_k + BLOCK * d;
+        each(k, half, [&](u32 i, float x) { to_k[i] = x; });
+        each(v, half, [&](u32 i, float x) { to_v[i] = x; });
+        return;
+    }
+    u32 most_k = most_of(k), most_v = most_of(v);
+    bool nan = max(most_k, most_v) > 0x7f800000u;
+    if (KV == KV_F16) {
+        u16 *to_k = (u16*)at + slot * d, *to_v = to_k + BLOCK * d;
+        each(k, half, [&](u32 i, float x) { to_k[i] = nan ? 0x7fff : clamp_f16(x); });
+        each(v, half, [&](u32 i, float x) { to_v[i] = nan ? 0 : clamp_f16(x); });
+        return;
+    }
+    u16 scale_k = nan ? 0x7fff : scale_of(most_k), scale_v = nan ? 0 : scale_of(most_v);
+    if (threadIdx.x % 32 == 0) {
+        ((u16*)at)[slot] = scale_k;
+        ((u16*)at)[BLOCK + slot] = scale_v;
+    }
+    i8* codes = (i8*)at + SCALES + slot * d;
+    codes_of(k, scale_k, codes, half);
+    codes_of(v, scale_v, codes + BLOCK * d, half);
+}
+
+// Warp w of block (row, y) takes head 4y + w: query heads first, then pairs of a key and a value.
+template <int KV>
+DEVICE void rope_append(const RopeAppend& p) {
+    u32 head = blockIdx.y * 4 + threadIdx.x / 32, row = blockIdx.x, half = p.d / 2;
+    if (head >= p.heads + p.kv_heads) return;
+    bool key = head >= p.heads;
+    float* x = p.qkv + (u64)row * (p.heads + 2 * p.kv_heads) * p.d + head * p.d;
+    Head h = load_head(x, half);
+    const float* norm = key ? p.k_norm : p.q_norm;
+    if (norm) norm_head(h, norm, half, p.eps);
+    if (p.cos) turn_head(h, p.cos + (u64)row * half, p.sin + (u64)row * half, half);
+    each(h, half, [&](u32 i, float v) { x[i] = v; });
+    u32 place = p.places[row];
+    if (!key || place == FULL) return;
+    Head value = load_head(x + p.kv_heads * p.d, half);
+    u8* at = p.pool.base + (place / BLOCK) * p.pool.block + (head - p.heads) * p.pool.head;
+    append<KV>(at, place % BLOCK, p.d, h, value);
+}
+
+KERNEL(128) rope_append_f16(RopeAppend p) { rope_append<KV_F16>(p); }
+KERNEL(128) rope_append_f32(RopeAppend p) { rope_append<KV_F32>(p); }
+KERNEL(128) rope_append_int8(RopeAppend p) { rope_append<KV_INT8>(p); }
