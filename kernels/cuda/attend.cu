@@ -109,7 +109,8 @@ DEVICE u32 mul_f16x2(u32 a, u32 b) {
 // Within the finite range of f16.
 DEVICE u32 clamp_f16x2(u32 a) {
     u32 r;
-    asm("{\n\t.reg .b32 t;\n\tmin.f16x2 t, %1, %2;\n\tmax.f16x2 %0, t, %3;\n\t}" : "=r"(r) : "r"(a), "r"(0x7bff7bffu), "r"(0xfbfffbffu));
+    asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(0x7bff7bffu));
+    asm("max.f16x2 %0, %0, %1;" : "+r"(r) : "r"(0xfbfffbffu));
     return r;
 }
 

@@ -31,8 +31,7 @@ struct Moments {
 };
 
 template <bool LAYER>
-DEVICE Moments moments(const float* x, u32 n, float eps) {
-    __shared__ float shared[32];
+DEVICE Moments moments(const float* x, u32 n, float eps, float* shared) {
     float mean = 0.0f, sum = 0.0f;
     if (LAYER) {
 #pragma unroll 4
@@ -86,7 +85,8 @@ DEVICE void norm_to_acts(const float* x, const u32* rows, const float* weight, c
                          u32 n, float eps, Acts to) {
     u32 row = blockIdx.x;
     x += (u64)(rows ? rows[row] : row) * n;
-    Moments m = moments<LAYER>(x, n, eps);
+    __shared__ float shared[32];
+    Moments m = moments<LAYER>(x, n, eps, shared);
     write_row<HALF, THREADS>(to, row, [&](u32 q) { return norm_quad<LAYER>(m, x, weight, bias, order, q, n); });
 }
 
@@ -121,7 +121,8 @@ DEVICE void norm_to_rows(const float* x, const u32* rows, const float* weight, c
     u32 row = blockIdx.x;
     x += (u64)(rows ? rows[row] : row) * n;
     to += (u64)row * n;
-    Moments m = moments<LAYER>(x, n, eps);
+    __shared__ float shared[32];
+    Moments m = moments<LAYER>(x, n, eps, shared);
     for (u32 i = threadIdx.x; i < n; i += THREADS) {
         to[i] = norm_one<LAYER>(m, x[i], weight[i], LAYER ? bias[i] : 0.0f);
     }
@@ -161,10 +162,28 @@ KERNEL(THREADS) rows_f32(const float* x, const u32* order, u32 n, Acts to) { row
 #define GELU 1
 #define GELU_TANH 2
 
+// x (1 + erf(x / sqrt 2)) / 2, with the complementary error function of cpu/act.rs: erfc(z) = t e^(P(t) - z^2) with
+// t = 1 / (1 + z / 2), z = |x| / sqrt 2. The coefficients are those of P(t) / (t - 1).
+DEVICE float gelu(float x) {
+    float z = fabsf(x) * 0.70710678118654752f;
+    float t = __fdiv_rn(1.0f, __fmaf_rn(0.5f, z, 1.0f));
+    float p = 0.13713501f;
+    p = __fmaf_rn(p, t, -0.5023636f);
+    p = __fmaf_rn(p, t, 0.55967236f);
+    p = __fmaf_rn(p, t, -0.013808897f);
+    p = __fmaf_rn(p, t, -0.19306366f);
+    p = __fmaf_rn(p, t, -0.14049111f);
+    p = __fmaf_rn(p, t, -0.1229379f);
+    p = __fmaf_rn(p, t, 0.26719496f);
+    p = __fmaf_rn(p, t, 1.2654287f);
+    float tail = 0.5f * t * expf(__fmaf_rn(-z, z, p * (t - 1.0f)));
+    return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
 template <int KIND>
 DEVICE float act_one(float x) {
     if (KIND == SILU) return __fdiv_rn(x, 1.0f + expf(-x));
-    if (KIND == GELU) return 0.5f * x * erfcf(x * -0.70710678118654752f);
+    if (KIND == GELU) return gelu(x);
     // x (1 + tanh u) / 2 is x / (1 + e^-2u), which does not cancel; the factor is -2 sqrt(2 / pi).
     float u = x * __fmaf_rn(x * x, 0.044715f, 1.0f);
     return __fdiv_rn(x, 1.0f + expf(u * -1.5957691216057308f));

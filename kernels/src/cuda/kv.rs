@@ -8,9 +8,9 @@
 //! int8:     [block][layer][kv head] { scales of K, of V: f16 [BLOCK] each, K: i8 [BLOCK][head_dim], V: the same }
 //! ```
 //!
-//! Bytes are as many as on the CPU, and so are codes and scales; a token with a NaN is stored as int8 stores it there:
-//! its key is NaN, its value zero. Stored values are therefore finite, always, and a weight of zero hides them. All is
-//! zero at first, because a row may be multiplied by what lies behind the last token.
+//! Blocks have as many bytes as on the CPU, and elements, codes and scales are the same, but for tokens with a NaN: of f16
+//! too they are stored with a key of NaN and a value of zero. Stored values of f16 and int8 are therefore finite,
+//! always, and a weight of zero hides them. All is zero at first.
 
 use std::sync::Arc;
 

@@ -1,0 +1,297 @@
+//! Attention over pages: against the oracle on the very keys and values that the pool holds, and a row's bits alone,
+//! in chunks, in batches, under other cuts of the work.
+
+use std::sync::Arc;
+
+use quern_kernels::{
+    cpu::{
+        attend::{Chunk as OracleChunk, Params as OracleParams},
+        kv::{KvLayer, KvMemory, KvType},
+    },
+    cuda::{
+        Attend, Batch, Buffer, Device, KvPool,
+        acts::{Acts, Form},
+        attend::Params,
+        batch::{Chunk, Shape},
+        kv::BLOCK,
+        ops::{Ops, RopeAppend},
+    },
+    exec::NO_BLOCK,
+    reference::ops as oracle,
+};
+
+use crate::common::{Random, Row, acts, bound, device, read_acts, up};
+
+const KINDS: [KvType; 3] = [KvType::F16, KvType::F32, KvType::Int8];
+const FORMS: [Form; 2] = [Form::F16, Form::F32];
+
+/// One sequence in layer 1 of a pool whose blocks are scattered; every other token of the pool is NaN.
+struct Case {
+    device: Arc<Device>,
+    ops: Ops,
+    attend: Attend,
+    pool: KvPool,
+    /// The same keys and values.
+    cpu: KvMemory,
+    table: Vec<u32>,
+    /// `[tokens][(heads + 2 kv_heads) * d]`.
+    qkv: Vec<f32>,
+    shape: Shape,
+    scale: f32,
+}
+
+impl Case {
+    fn new(device: &Arc<Device>, kind: KvType, shape: Shape, tokens: usize) -> Case {
+        let Shape { heads, kv_heads, head_dim: d, .. } = shape;
+        let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ (d * 64 + heads) as u64);
+        let layers = [KvLayer { kv_heads: 1, head_dim: 8 }, KvLayer { kv_heads, head_dim: d }];
+        let held = tokens.div_ceil(BLOCK);
+        let blocks = held + 3;
+        let ops = Ops::new(device).expect("the device works");
+        let pool = KvPool::new(device, &layers, blocks, kind).expect("the device works");
+        let cpu = KvMemory::new(&layers, blocks, kind).expect("the device works");
+        let mut table = random.order(blocks);
+        table.truncate(held);
+        let stride = (heads + 2 * kv_heads) * d;
+        let qkv = random.floats(tokens * stride);
+        let append = |qkv: &[f32], places: &[u32]| {
+            let (dq, dp) = (up(device, qkv), up(device, places));
+            let what = RopeAppend { rope: None, norms: None, places: dp.ptr(), heads };
+            ops.rope_append(dq.ptr(), &what, &pool, 1, places.len()).expect("the device works");
+            device.synchronize().expect("the device works");
+        };
+        let everywhere: Vec<u32> = (0..(blocks * BLOCK) as u32).collect();
+        append(&vec![f32::NAN; everywhere.len() * stride], &everywhere);
+        let place = |t: usize| table[t / BLOCK] * BLOCK as u32 + (t % BLOCK) as u32;
+        append(&qkv, &(0..tokens).map(place).collect::<Vec<u32>>());
+        for (t, row) in qkv.chunks(stride).enumerate() {
+            for h in 0..kv_heads {
+                let (k, v) = (&row[(heads + h) * d..][..d], &row[(heads + kv_heads + h) * d..][..d]);
+                // SAFETY: one thread.
+                unsafe { cpu.append(1, table[t / BLOCK], t % BLOCK, h, k, v) };
+            }
+        }
+        let attend = Attend::new(device).expect("the device works");
+        // Larger than 1 / sqrt(d), so that the running maximum moves often.
+        let scale = 2.0 / (d as f32).sqrt();
+        Case { device: device.clone(), ops, attend, pool, cpu, table, qkv, shape, scale }
+    }
+
+    fn stride(&self) -> usize {
+        (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim
+    }
+
+    fn width(&self) -> usize {
+        self.shape.heads * self.shape.head_dim
+    }
+
+    /// Attention of rows of the sequence, as (start, rows), `spare` rows that belong to nobody behind them.
+    fn run(&self, chunks: &[(usize, usize)], spare: usize, order: Option<&[u32]>, form: Form) -> Vec<Row> {
+        let stride = self.stride();
+        let mut qkv = vec![];
+        let mut tables = vec![];
+        for &(start, rows) in chunks {
+            qkv.extend_from_slice(&self.qkv[start * stride..(start + rows) * stride]);
+            let mut table = self.table.clone();
+            // Blocks that no row sees are never looked at.
+            let passed = self.shape.window.map_or(0, |w| (start + 1).saturating_sub(w) / BLOCK);
+            table[..passed].fill(NO_BLOCK);
+            table[(start + rows).div_ceil(BLOCK)..].fill(NO_BLOCK);
+            tables.push(table);
+        }
+        let rows: usize = chunks.iter().map(|c| c.1).sum();
+        let m = rows + spare;
+        qkv.resize(m * stride, f32::NAN);
+        let dq = up(&self.device, &qkv);
+        let mut batch = Batch::new(&self.device, &[self.shape], m).expect("the device works");
+        let described = chunks.iter().zip(&tables);
+        let chunks: Vec<Chunk> = described.map(|(&(start, rows), blocks)| Chunk { rows, start, blocks }).collect();
+        batch.set(&chunks, m).expect("the device works");
+        let dorder: Option<Buffer<u32>> = order.map(|o| up(&self.device, o));
+        let to: Acts = acts(&self.device, form, m, self.width() + 64);
+        let params = Params { layer: 1, heads: self.shape.heads, scale: self.scale, window: self.shape.window };
+        let order = dorder.as_ref().map(Buffer::ptr);
+        self.attend.run(&self.ops, dq.ptr(), &self.pool, &params, &batch, order, &to, m).expect("the device works");
+        let mut got = read_acts(&to, m, self.width());
+        for row in got.drain(rows..) {
+            assert!(row.values.iter().all(|&x| x == 0.0), "rows of nobody are zero");
+        }
+        got
+    }
+
+    fn check_oracle(&self, chunk: (usize, usize), row: usize, got: &Row, form: Form) {
+        let params = OracleParams { layer: 1, heads: self.shape.heads, scale: self.scale, window: self.shape.window };
+        let (pos0, rows) = chunk;
+        let q = &self.qkv[pos0 * self.stride()..];
+        let of = OracleChunk { q, stride: self.stride(), rows, pos0, table: &self.table };
+        let bound = match form {
+            Form::F16 => bound::ATTEND_F16,
+            Form::F32 => bound::ATTEND_F32,
+        };
+        for (i, (want, got)) in oracle::attention(&self.cpu, &params, &of, row).iter().zip(&got.values).enumerate() {
+            let pos = pos0 + row;
+            assert!((want - got).abs() <= bound, "pos {pos} element {i}: {got}, expected {want}, {:?}", self.shape);
+        }
+    }
+}
+
+/// Rows at, before and after edges of blocks, steps, tiles and splits.
+const CHUNKS: [(usize, usize); 12] =
+    [(0, 1), (0, 2), (1, 3), (15, 1), (15, 7), (16, 1), (255, 1), (255, 3), (257, 20), (511, 1), (600, 7), (0, 40)];
+
+/// Every chunk against the oracle, and rows of it against the row alone.
+fn conform(kind: KvType, form: Form, kv_heads: usize, group: usize, d: usize, window: Option<usize>) {
+    let Some(device) = device("attention") else { return };
+    let shape = Shape { heads: kv_heads * group, kv_heads, head_dim: d, window };
+    let case = Case::new(&device, kind, shape, 610);
+    let all = case.run(&CHUNKS, 3, None, form);
+    let mut first = 0;
+    for chunk in CHUNKS {
+        let rows = &all[first..first + chunk.1];
+        first += chunk.1;
+        assert_eq!(case.run(&[chunk], 0, None, form), rows, "{kind:?} {form:?} {shape:?} {chunk:?} without the others");
+        for (r, row) in rows.iter().enumerate().filter(|(r, _)| r % 5 == 0 || r + 1 == chunk.1) {
+            case.check_oracle(chunk, r, row, form);
+            let alone = case.run(&[(chunk.0 + r, 1)], 0, None, form);
+            assert_eq!(&alone[0], row, "{kind:?} {form:?} {shape:?} {chunk:?} row {r} alone");
+        }
+    }
+}
+
+#[test]
+fn heads_and_groups_of_many_sizes() {
+    for (i, (kv_heads, group, d)) in
+        [(2, 1, 64), (1, 3, 8), (2, 4, 16), (1, 7, 128), (1, 2, 40), (1, 1, 256), (1, 5, 96), (1, 20, 32), (1, 3, 200)]
+            .into_iter()
+            .enumerate()
+    {
+        // Every kind and form, not every product.
+        for (j, kind) in KINDS.into_iter().enumerate() {
+            let form = FORMS[(i + j) % 2];
+            conform(kind, form, kv_heads, group, d, None);
+        }
+    }
+}
+
+#[test]
+fn windows() {
+    for (i, window) in [1, 2, 16, 33, 255, 256, 300, 5000].into_iter().enumerate() {
+        let kind = KINDS[i % 3];
+        for form in FORMS {
+            conform(kind, form, 1, 3, [32, 64, 16][i % 3], Some(window));
+        }
+    }
+}
+
+#[test]
+fn the_order_of_columns_is_that_which_was_asked_for() {
+    let Some(device) = device("the_order_of_columns_is_that_which_was_asked_for") else { return };
+    let shape = Shape { heads: 6, kv_heads: 2, head_dim: 24, window: None };
+    let case = Case::new(&device, KvType::F16, shape, 40);
+    let order = Random(4).order(case.width());
+    for form in FORMS {
+        let (plain, ordered) = (case.run(&[(20, 5)], 0, None, form), case.run(&[(20, 5)], 0, Some(&order), form));
+        for (plain, ordered) in plain.iter().zip(&ordered) {
+            assert_eq!(plain.factor, ordered.factor);
+            let want: Vec<f64> = order.iter().map(|&j| plain.values[j as usize]).collect();
+            assert_eq!(want, ordered.values[..case.width()]);
+        }
+    }
+}
+
+/// A token whose key or value is not a number is seen by later rows of its chunk, and by nobody before it.
+#[test]
+fn a_bad_token_reaches_only_those_who_see_it() {
+    let Some(device) = device("a_bad_token_reaches_only_those_who_see_it") else { return };
+    for kind in [KvType::F16, KvType::Int8, KvType::F32] {
+        let shape = Shape { heads: 2, kv_heads: 1, head_dim: 32, window: Some(20) };
+        let mut case = Case::new(&device, kind, shape, 60);
+        let good = case.run(&[(0, 60)], 0, None, Form::F16);
+        let stride = case.stride();
+        let bad = 30;
+        let mut row = case.qkv[bad * stride..(bad + 1) * stride].to_vec();
+        row[3 * 32 + 5] = f32::NAN;
+        let (dq, dp) = (up(&device, &row), up(&device, &[case.table[1] * 16 + 14]));
+        let what = RopeAppend { rope: None, norms: None, places: dp.ptr(), heads: 2 };
+        case.ops.rope_append(dq.ptr(), &what, &case.pool, 1, 1).unwrap();
+        // A query that is not a number spoils its own row.
+        case.qkv[5 * stride] = f32::NAN;
+        for (i, (got, good)) in case.run(&[(0, 60)], 0, None, Form::F16).iter().zip(&good).enumerate() {
+            if i == 5 || (bad..bad + 20).contains(&i) {
+                assert!(got.factor.is_nan(), "{kind:?} row {i} sees it");
+            } else {
+                assert_eq!(got, good, "{kind:?} row {i} does not see it");
+            }
+        }
+    }
+}
+
+/// Queries and scores far beyond what f16 holds.
+#[test]
+fn large_queries_keep_their_meaning() {
+    let Some(device) = device("large_queries_keep_their_meaning") else { return };
+    let shape = Shape { heads: 2, kv_heads: 1, head_dim: 64, window: None };
+    let mut case = Case::new(&device, KvType::F16, shape, 50);
+    let before = case.run(&[(49, 1)], 0, None, Form::F16);
+    for power in [40, -40] {
+        let factor = 2f32.powi(power);
+        case.qkv.iter_mut().for_each(|x| *x *= factor);
+        case.scale /= factor;
+        assert_eq!(case.run(&[(49, 1)], 0, None, Form::F16), before, "2^{power}");
+        case.qkv.iter_mut().for_each(|x| *x /= factor);
+        case.scale *= factor;
+    }
+}
+
+/// Long contexts in front of one row are cut into splits, in front of many they are not: same bits.
+#[test]
+fn cuts_do_not_show() {
+    let Some(device) = device("cuts_do_not_show") else { return };
+    for (kind, window) in [(KvType::F16, None), (KvType::Int8, Some(700))] {
+        let shape = Shape { heads: 4, kv_heads: 1, head_dim: 16, window };
+        let case = Case::new(&device, kind, shape, 2100);
+        let rows: Vec<(usize, usize)> = (0..5).map(|i| (2095 - 400 * i, 1)).collect();
+        let alone: Vec<Row> = rows.iter().flat_map(|&r| case.run(&[r], 0, None, Form::F16)).collect();
+        // So many that each is done by one block of threads.
+        let many: Vec<(usize, usize)> = rows.iter().cycle().take(400).copied().collect();
+        for (i, got) in case.run(&many, 0, None, Form::F16).iter().enumerate() {
+            assert_eq!(got, &alone[i % 5], "{kind:?} {i}");
+        }
+        case.check_oracle(rows[1], 0, &alone[1], Form::F16);
+    }
+}
+
+/// A recorded graph serves later steps of as many rows, with longer contexts and other blocks.
+#[test]
+fn a_graph_serves_growing_contexts() {
+    let Some(device) = device("a_graph_serves_growing_contexts") else { return };
+    let shape = Shape { heads: 3, kv_heads: 1, head_dim: 64, window: None };
+    let case = Case::new(&device, KvType::F16, shape, 400);
+    let stride = case.stride();
+    let mut batch = Batch::new(&device, &[shape], 2).unwrap();
+    let mut dq: Buffer<f32> = Buffer::new(&device, "a test", 2 * stride).unwrap();
+    let to = acts(&device, Form::F16, 2, case.width());
+    let params = Params { layer: 1, heads: 3, scale: case.scale, window: None };
+    let step = |batch: &Batch, dq: &Buffer<f32>| {
+        case.attend.run(&case.ops, dq.ptr(), &case.pool, &params, batch, None, &to, 2)
+    };
+    let set = |batch: &mut Batch, dq: &mut Buffer<f32>, starts: [usize; 2]| {
+        for (i, start) in starts.into_iter().enumerate() {
+            dq.write(i * stride, &case.qkv[start * stride..(start + 1) * stride]).unwrap();
+        }
+        let chunk = |start| Chunk { rows: 1, start, blocks: &case.table };
+        assert!(!batch.set(&starts.map(chunk), 2).unwrap(), "room for small steps");
+    };
+    set(&mut batch, &mut dq, [3, 20]);
+    let graph = device.capture(|| step(&batch, &dq)).unwrap();
+    for starts in [[3, 20], [4, 255], [256, 399], [9, 9]] {
+        set(&mut batch, &mut dq, starts);
+        // SAFETY: batch, queries, pool and result are as they were.
+        unsafe { graph.launch().unwrap() };
+        let got = read_acts(&to, 2, case.width());
+        for (got, start) in got.iter().zip(starts) {
+            let want = case.run(&[(start, 1)], 0, None, Form::F16);
+            assert_eq!(got.stored, want[0].stored[..got.stored.len()], "row at {start}");
+        }
+    }
+}

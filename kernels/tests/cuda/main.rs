@@ -1,0 +1,6 @@
+//! The CUDA kernels, executed by the virtual GPU: against the oracle, and bit for bit against themselves.
+
+mod attend;
+mod choose;
+mod common;
+mod ops;
