@@ -96,6 +96,13 @@ DEVICE void copy_async_16(void* shared, const void* global, bool there) {
                  : "memory");
 }
 
+// The same of 8 bytes.
+DEVICE void copy_async_8(void* shared, const void* global, bool there) {
+    int bytes = there ? 8 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
+                 : "memory");
+}
+
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `N` of the committed groups are under way.

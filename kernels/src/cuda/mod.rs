@@ -12,10 +12,13 @@ mod device;
 mod driver;
 mod error;
 pub mod kv;
+mod layout;
+mod linear;
 mod module;
 pub mod ops;
 pub mod ptx;
 mod upload;
+mod weight;
 
 pub use attend::Attend;
 pub use batch::Batch;
@@ -24,8 +27,10 @@ pub use choose::Choose;
 pub use device::{Device, DeviceInfo, Graph, devices};
 pub use error::CudaError;
 pub use kv::KvPool;
+pub use linear::{Linear, Output};
 pub use module::{Args, Kernel, Ptx};
 pub use upload::Upload;
+pub use weight::Weight;
 
 /// Oldest CUDA version a driver may speak, as `1000 * major + 10 * minor`: that of the PTX (ISA 8.0).
 pub const DRIVER_VERSION: i32 = 12000;

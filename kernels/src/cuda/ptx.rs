@@ -17,6 +17,12 @@ ptx! {
     CHOOSE = "choose";
     /// Norms, activations, rope and append.
     OPS = "ops";
+    /// Linear layers in f32.
+    EXACT = "exact";
+    /// Linear layers on tensor cores.
+    LINEAR = "linear";
+    /// Rows of tables, and floats on their way to tiles.
+    ROWS = "rows";
 }
 
 #[cfg(test)]
@@ -25,16 +31,19 @@ mod tests {
 
     use super::*;
 
-    /// Hash of a source and all headers, as `ptx.py` computes it.
+    /// Hash of a source and the headers that it includes, as `ptx.py` computes it.
     fn hash(source: &str) -> String {
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("cuda");
-        let names = fs::read_dir(&folder).expect("sources").map(|e| e.expect("an entry").file_name());
-        let headers: BTreeSet<String> =
-            names.map(|n| n.to_string_lossy().into_owned()).filter(|n| n.ends_with(".h")).collect();
+        let read = |name: &str| fs::read(folder.join(name)).expect("a source");
+        let (mut headers, mut new) = (BTreeSet::new(), vec![source.to_string()]);
+        while let Some(name) = new.pop() {
+            let text = String::from_utf8(read(&name)).expect("text");
+            let included = text.lines().filter_map(|l| l.strip_prefix("#include \"")?.strip_suffix('"'));
+            new.extend(included.filter(|h| headers.insert(h.to_string())).map(String::from));
+        }
         let mut state = 0xcbf29ce484222325u64;
         for name in std::iter::once(source.to_string()).chain(headers) {
-            let text = fs::read(folder.join(&name)).expect("a source");
-            let bytes = name.bytes().chain([0]).chain(text).chain([0]);
+            let bytes = name.bytes().chain([0]).chain(read(&name)).chain([0]);
             bytes.for_each(|b| state = (state ^ u64::from(b)).wrapping_mul(0x100000001b3));
         }
         format!("{state:016x}")

@@ -1,0 +1,353 @@
+// Linear layers on tensor cores, any scheme: y[token][n] = sum over k of w[n][k] * x[token][k], for a few to some tens
+// of tokens. The order of additions is that of kernels/src/cuda/linear.rs, whatever the number of tokens.
+//
+// A block has a panel of 64 rows and up to TOKENS tokens. Its 8 warps (times `splits` blocks) cut the panel's columns
+// into slices of whole folds, one per warp: every warp has its own pipeline of cp.async and never waits for another
+// until its sums are complete. Weights are the A operand (16 rows an instruction), tokens the B operand (8), so the
+// time is that of the weights' bytes for up to 8 tokens.
+//
+// Bound by: memory (weights once per TOKENS tokens). In flight: 8 warps * 3 stages * 32 columns * 64 rows of codes.
+//
+// Divisibility: k_pad of 16, fold of 16; kernels `_32_` take folds of 32 and then read two quads of 4 columns of an
+// activation at once. Shared memory: a stage holds codes [quad of 4 columns][64 rows] (with the 16-byte pieces of a
+// quad exchanged so that no two lanes of a quarter of a warp meet in a bank), activations [TOKENS][32], scales [64],
+// zeros or minima [64], the upper level of nested scales, sums of 16 activations [TOKENS][2].
+
+#include "codes.h"
+
+static const int STAGES = 4;
+
+// ---- what a slice is
+
+struct Slice {
+    u32 start, end;  // columns
+};
+
+DEVICE Slice slice_of(const WeightRef& w, u32 slices, u32 slice) {
+    u64 folds = w.k_pad / w.fold;
+    Slice s;
+    s.start = (u32)(folds * slice / slices) * w.fold;
+    s.end = (u32)(folds * (slice + 1) / slices) * w.fold;
+    return s;
+}
+
+// The weight that a panel of the launch belongs to; `panel` becomes the weight's own, `column` its first output.
+DEVICE WeightRef pick(const LinearArgs& a, u32& panel, u32& column) {
+    WeightRef w = a.weight[0];
+    column = a.column[0];
+    u32 first = 0;
+#pragma unroll
+    for (int i = 1; i < 3; i++) {
+        if ((u32)i < a.count && panel >= a.first[i]) {
+            w = a.weight[i];
+            column = a.column[i];
+            first = a.first[i];
+        }
+    }
+    panel -= first;
+    return w;
+}
+
+// ---- a stage of the pipeline
+
+// Pieces that lane g of quad q finds at its place: those of lanes t = 0..3 are in different banks.
+template <bool PAIR>
+DEVICE u32 exchange(u32 quad) {
+    return PAIR ? quad & 6 : (quad & 3) * 2;
+}
+
+// Copies `bytes` (a multiple of 16, at most 512) by the warp.
+DEVICE void copy_row(u8* to, DevicePtr from, u32 bytes, int lane) {
+    if (lane * 16 < bytes) copy_async_16(to + lane * 16, (const u8*)from + lane * 16, true);
+}
+
+// Scales, zeros and minima of the fold that holds `column`: zero codes if it begins the fold, the rest if `ends`.
+template <int CODE>
+DEVICE void copy_grid(const LinearArgs& a, const WeightRef& w, u8* stage, int slot, u32 panel, u32 column, bool begins,
+                      bool ends, int lane) {
+    u32 group = column / w.group, groups = w.k_pad / w.group;
+    size_t cell = (size_t)panel * groups + group;
+    if (begins && w.zero == ZERO_CODE) {
+        u32 bytes = CODE == CODE_INT4 ? 32 : 64;
+        copy_row(stage + a.at_zeros + slot * bytes, w.zeros + cell * bytes, bytes, lane);
+    }
+    if (!ends) return;
+    u32 bytes = w.scale == SCALE_F32 ? 256 : w.scale == SCALE_NESTED ? 64 : 128;
+    copy_row(stage + a.at_scales + slot * bytes, w.scales + cell * bytes, bytes, lane);
+    if (w.zero == ZERO_MIN) copy_row(stage + a.at_zeros + slot * bytes, w.zeros + cell * bytes, bytes, lane);
+    if (w.scale == SCALE_NESTED) {
+        u32 supers = (w.k_pad + SUPER_COLUMNS - 1) / SUPER_COLUMNS, row = w.zero == ZERO_MIN ? 256 : 128;
+        size_t super = (size_t)panel * supers + group * w.group / SUPER_COLUMNS;
+        copy_row(stage + a.at_supers + slot * row, w.supers + super * row, row, lane);
+    }
+}
+
+template <int CODE, int TOKENS, bool PAIR>
+DEVICE void copy_stage(const LinearArgs& a, const WeightRef& w, u8* stage, u32 panel, u32 column, const Slice& slice,
+                       u32 token, int lane) {
+    const int PIECES = Quad<CODE>::PIECES;
+    const u8* codes = (const u8*)w.codes + ((size_t)panel * w.k_pad + column) * (PIECES * 4);
+    u32 quads = (slice.end - column) / 4;
+#pragma unroll
+    for (int i = 0; i < PIECES * 8 / 32; i++) {
+        u32 piece = i * 32 + lane, quad = piece / PIECES, place = piece ^ exchange<PAIR>(quad);
+        bool there = PAIR || quad < quads;
+        copy_async_16(stage + place * 16, there ? codes + piece * 16 : codes, there);
+    }
+    const u8* h = (const u8*)a.h + ((size_t)token * a.stride + column) * 2;
+#pragma unroll
+    for (int i = 0; i < TOKENS * 4 / 32; i++) {
+        u32 piece = i * 32 + lane, row = piece / 4, part = piece % 4;
+        bool there = token + row < a.m && (PAIR || part * 2 < quads);
+        copy_async_16(stage + a.at_h + piece * 16, there ? h + (size_t)row * a.stride * 2 + part * 16 : h, there);
+    }
+    if (CODE == CODE_HALVES) return;
+    if (PAIR) {
+        copy_grid<CODE>(a, w, stage, 0, panel, column, column % w.fold == 0, (column + 32) % w.fold == 0, lane);
+    } else {
+        copy_grid<CODE>(a, w, stage, 0, panel, column, column % w.fold == 0, (column + 16) % w.fold == 0, lane);
+        u32 next = column + 16;
+        if (next < slice.end)
+            copy_grid<CODE>(a, w, stage, 1, panel, next, next % w.fold == 0, (next + 16) % w.fold == 0, lane);
+    }
+    if (w.zero == ZERO_MIN) {
+        // Two sums of 16 columns of each token; those beyond the padded columns are of zeros.
+#pragma unroll
+        for (int i = 0; i < (TOKENS + 31) / 32; i++) {
+            u32 row = i * 32 + lane;
+            if (row < TOKENS) {
+                bool there = token + row < a.m;
+                const float* sums = (const float*)a.sums + (size_t)token * (a.stride / 16) + column / 16;
+                copy_async_8(stage + a.at_sums + row * 8, there ? sums + (size_t)row * (a.stride / 16) : sums, there);
+            }
+        }
+    }
+}
+
+// ---- sums
+
+// f32 of four scales or minima that lie together: rows `row`.. of a slot.
+DEVICE void four(float (&out)[4], const u8* slot, u32 kind, int row) {
+    if (kind == SCALE_F32) {
+        float4 v = *(const float4*)(slot + row * 4);
+        out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+    } else if (kind == SCALE_NESTED) {
+        char4 v = *(const char4*)(slot + row);
+        out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+    } else {
+        uint2 v = *(const uint2*)(slot + row * 2);
+        bool f16 = kind == SCALE_F16;
+        out[0] = f16 ? f16_to_f32((u16)v.x) : __uint_as_float(v.x << 16);
+        out[1] = f16 ? f16_to_f32((u16)(v.x >> 16)) : __uint_as_float(v.x & 0xffff0000u);
+        out[2] = f16 ? f16_to_f32((u16)v.y) : __uint_as_float(v.y << 16);
+        out[3] = f16 ? f16_to_f32((u16)(v.y >> 16)) : __uint_as_float(v.y & 0xffff0000u);
+    }
+}
+
+// Scales (or minima) of the lane's rows i = 0..3 of a half, the upper level multiplied in.
+template <int CODE>
+DEVICE void grid_four(float (&out)[4], const LinearArgs& a, const WeightRef& w, const u8* stage, int slot, int level,
+                      int half, int g) {
+    int row = row_of<CODE>(g, 0, half);
+    u32 bytes = w.scale == SCALE_F32 ? 256 : w.scale == SCALE_NESTED ? 64 : 128;
+    four(out, stage + (level ? a.at_zeros : a.at_scales) + slot * bytes, w.scale, row);
+    if (w.scale == SCALE_NESTED) {
+        float d[4];
+        u32 bytes = w.zero == ZERO_MIN ? 256 : 128;
+        four(d, stage + a.at_supers + slot * bytes + level * 128, SCALE_F16, row);
+#pragma unroll
+        for (int i = 0; i < 4; i++) out[i] *= d[i];
+    }
+}
+
+template <int CODE>
+DEVICE void load_zeros(u32 (&zero)[4][2], const LinearArgs& a, const u8* stage, int slot, int g) {
+    u32 low, high;
+    if (CODE == CODE_INT4) {
+        u32 word = *(const u32*)(stage + a.at_zeros + slot * 32 + g * 4);
+        low = word & 0x0f0f0f0fu, high = word >> 4 & 0x0f0f0f0fu;
+    } else {
+        low = *(const u32*)(stage + a.at_zeros + slot * 64 + g * 4);
+        high = *(const u32*)(stage + a.at_zeros + slot * 64 + 32 + g * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        zero[i][0] = zero_word<CODE>(low >> (8 * i) & 0xff, 0);
+        zero[i][1] = zero_word<CODE>(high >> (8 * i) & 0xff, 1);
+    }
+}
+
+// total = fma(scale, part, total), and with minima total = fma(min, sum of h, total); then part and sums are zero.
+template <int CODE, int N8>
+DEVICE void fold(float (&total)[4][N8][4], float (&part)[4][N8][4], float (&sum)[N8][2], const LinearArgs& a,
+                 const WeightRef& w, const u8* stage, int slot, int g) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float scale[4], min[4];
+        grid_four<CODE>(scale, a, w, stage, slot, 0, half, g);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int j = 0; j < N8; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    total[i][j][half * 2 + e] = fmaf(scale[i], part[i][j][half * 2 + e], total[i][j][half * 2 + e]);
+                    part[i][j][half * 2 + e] = 0.0f;
+                }
+        if (w.zero == ZERO_MIN) {
+            grid_four<CODE>(min, a, w, stage, slot, 1, half, g);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int j = 0; j < N8; j++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        total[i][j][half * 2 + e] = fmaf(min[i], sum[j][e], total[i][j][half * 2 + e]);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < N8; j++) sum[j][0] = sum[j][1] = 0.0f;
+}
+
+// The output of a row and a token once all columns are in.
+DEVICE void put(const LinearArgs& a, u32 token, u32 column, float y) {
+    y *= ((const float*)a.factors)[token];
+    if (a.bias) y += ((const float*)a.bias)[a.offset + column];
+    float* to = (float*)a.to + (size_t)token * a.to_stride + a.offset + column;
+    *to = a.add ? *to + y : y;
+}
+
+template <int CODE, int TOKENS, bool PAIR>
+DEVICE void narrow(const LinearArgs& a) {
+    const int N8 = TOKENS / 8;
+    extern __shared__ uint4 shared[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const u32 token = blockIdx.x * TOKENS;
+    u32 panel = blockIdx.y, first;
+    const WeightRef w = pick(a, panel, first);
+    const Slice slice = slice_of(w, a.splits * SLICES, blockIdx.z * SLICES + warp);
+    u8* stages = (u8*)shared + warp * STAGES * a.stage;
+
+    float total[4][N8][4] = {}, part[4][N8][4] = {}, sum[N8][2] = {};
+    u32 zero[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            zero[i][half] = zero_word<CODE>(w.zero == ZERO_MIN ? 0 : CODE == CODE_INT4 ? 8 : 128, half);
+
+    const int steps = (slice.end - slice.start + STAGE_COLUMNS - 1) / STAGE_COLUMNS;
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (s < steps)
+            copy_stage<CODE, TOKENS, PAIR>(a, w, stages + s * a.stage, panel, slice.start + s * STAGE_COLUMNS, slice,
+                                           token, lane);
+        copy_commit();
+    }
+    for (int step = 0; step < steps; step++) {
+        copy_wait<STAGES - 2>();
+        __syncwarp();
+        const int next = step + STAGES - 1;
+        if (next < steps)
+            copy_stage<CODE, TOKENS, PAIR>(a, w, stages + next % STAGES * a.stage, panel,
+                                           slice.start + next * STAGE_COLUMNS, slice, token, lane);
+        copy_commit();
+        const u8* stage = stages + step % STAGES * a.stage;
+        const u32 column = slice.start + step * STAGE_COLUMNS;
+        const uint4* codes = (const uint4*)stage;
+        const u8* h = stage + a.at_h;
+        uint4 b[N8];
+        if (PAIR) {
+#pragma unroll
+            for (int j = 0; j < N8; j++) b[j] = *(const uint4*)(h + (j * 8 + g) * 64 + t * 16);
+        }
+#pragma unroll (PAIR ? 2 : 1)
+        for (int half = 0; half < 2; half++) {
+            const u32 at = column + half * 16;
+            if (!PAIR && at >= slice.end) break;
+            const int quad = PAIR ? 2 * t + half : 4 * half + t, slot = PAIR ? 0 : half;
+            if (CODE <= CODE_INT8 && w.zero == ZERO_CODE && (!PAIR || half == 0) && at % w.fold == 0)
+                load_zeros<CODE>(zero, a, stage, slot, g);
+            u32 b0[N8], b1[N8];
+#pragma unroll
+            for (int j = 0; j < N8; j++) {
+                if (PAIR) {
+                    b0[j] = half ? b[j].z : b[j].x, b1[j] = half ? b[j].w : b[j].y;
+                } else {
+                    uint2 v = *(const uint2*)(h + (j * 8 + g) * 64 + half * 32 + t * 8);
+                    b0[j] = v.x, b1[j] = v.y;
+                }
+            }
+            uint4 piece[Quad<CODE>::LANE];
+#pragma unroll
+            for (int i = 0; i < Quad<CODE>::LANE; i++)
+                piece[i] = codes[quad * Quad<CODE>::PIECES + ((g ^ exchange<PAIR>(quad)) + 8 * i)];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 f[4];
+                fragment<CODE>(f, piece, i, zero);
+#pragma unroll
+                for (int j = 0; j < N8; j++)
+                    mma_f16(CODE == CODE_HALVES ? total[i][j] : part[i][j], f[0], f[1], f[2], f[3], b0[j], b1[j]);
+            }
+            if (CODE <= CODE_INT8 && w.zero == ZERO_MIN) {
+                const float* sums = (const float*)(stage + a.at_sums) + half;
+#pragma unroll
+                for (int j = 0; j < N8; j++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) sum[j][e] += sums[(j * 8 + 2 * t + e) * 2];
+            }
+            if (CODE != CODE_HALVES && (!PAIR || half == 1) && (at + 16) % w.fold == 0)
+                fold<CODE, N8>(total, part, sum, a, w, stage, slot, g);
+        }
+        __syncwarp();
+    }
+
+    // Slices in order. The stages are done with.
+    copy_wait<0>();
+    __syncthreads();
+    float* sums = (float*)shared;  // [SLICES][TOKENS][64]
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < N8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                sums[(warp * TOKENS + j * 8 + 2 * t + e % 2) * 64 + row_of<CODE>(g, i, e / 2)] = total[i][j][e];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < TOKENS * 64 / (SLICES * 32); i++) {
+        const u32 at = i * SLICES * 32 + threadIdx.x, row = panel * 64 + at % 64, token_of = token + at / 64;
+        float y = 0.0f;
+#pragma unroll
+        for (int s = 0; s < SLICES; s++) y += sums[s * TOKENS * 64 + at];
+        if (token_of < a.m && row < w.n) {
+            if (a.splits == 1) put(a, token_of, first + row, y);
+            else ((float*)a.partial)[((size_t)blockIdx.z * a.m + token_of) * a.columns + first + row] = y;
+        }
+    }
+}
+
+#define NARROW(name, code, fold)                                                                                 \
+    KERNEL(256) name##_##fold##_8(const LinearArgs a) { narrow<code, 8, fold == 32>(a); }                        \
+    KERNEL(256) name##_##fold##_32(const LinearArgs a) { narrow<code, 32, fold == 32>(a); }
+
+NARROW(int4, CODE_INT4, 16)
+NARROW(int4, CODE_INT4, 32)
+NARROW(int8, CODE_INT8, 16)
+NARROW(int8, CODE_INT8, 32)
+NARROW(e2m1, CODE_E2M1, 16)
+NARROW(e2m1, CODE_E2M1, 32)
+NARROW(e4m3, CODE_E4M3, 16)
+NARROW(e4m3, CODE_E4M3, 32)
+NARROW(halves, CODE_HALVES, 32)
+
+// Sums of the blocks that shared a panel's columns, in order. A thread per output column, a block row per token.
+KERNEL(256) reduce(const LinearArgs a) {
+    const u32 column = blockIdx.x * 256 + threadIdx.x, token = blockIdx.y;
+    if (column >= a.columns) return;
+    const float* from = (const float*)a.partial + (size_t)token * a.columns + column;
+    float y = from[0];
+    for (u32 s = 1; s < a.splits; s++) y += from[(size_t)s * a.m * a.columns];
+    put(a, token, column, y);
+}

@@ -1,0 +1,364 @@
+//! Linear layers on the device: `y[row][n] = sum over k of w[n][k] * x[row][k]`.
+//!
+//! **f16 form.** Columns of a weight are cut into slices, whose bounds depend on its shape, the launch's panels and the
+//! number of multiprocessors only. In a slice, `t = sum of (q - z) * h` over `fold` columns by tensor cores (exact
+//! products, f32 sums), then `y = fma(s, t, y)` and with minima `y = fma(min, sum of h, y)`, ascending; slices are
+//! added in order, eight at a time, then those sums in order; the row's power of two comes last. That is the order at
+//! every number of rows.
+//!
+//! **f32 form.** Weights are dequantized as [`TensorView::at`](quern_models::TensorView::at) does, products added by
+//! fma in an order that depends on the weight only.
+//!
+//! Nothing here allocates or waits in `run`, so that it can be recorded in a graph; see [`Linear::reserve`].
+
+use std::sync::Arc;
+
+use super::{
+    Args, Buffer, CudaError, Device, DevicePtr, Kernel, Weight,
+    acts::{Acts, Form},
+    layout::{self, LinearArgs, SLICES, WeightRef},
+    ptx,
+};
+
+/// Where the outputs of a layer go; addresses are of live memory of the shapes given, in the order of the stream.
+#[derive(Debug, Clone, Copy)]
+pub enum Output {
+    /// `to[row][column] = y + bias`, the weights' outputs side by side.
+    Store {
+        /// f32 `[m][stride]`.
+        to: DevicePtr,
+        /// Columns from one row to the next.
+        stride: usize,
+        /// f32 `[sum of n]`.
+        bias: Option<DevicePtr>,
+    },
+    /// `to[row][column] += y + bias`.
+    Add {
+        /// f32 `[m][stride]`.
+        to: DevicePtr,
+        /// Columns from one row to the next.
+        stride: usize,
+        /// f32 `[sum of n]`.
+        bias: Option<DevicePtr>,
+    },
+}
+
+/// The kernels, and memory for partial sums.
+pub struct Linear {
+    device: Arc<Device>,
+    /// By code kind, then whether a fold is a multiple of 32 columns, then by tokens of a block.
+    narrow: Vec<[[Kernel; NARROW.len()]; 2]>,
+    reduce: Kernel,
+    exact: Vec<Kernel>,
+    rows: Kernel,
+    partial: Buffer<f32>,
+}
+
+/// Tokens of a block, by kernel.
+const NARROW: [usize; 2] = [8, 32];
+
+/// Names, by code kind (see `layout`), by fold, by [`NARROW`].
+const NARROW_NAMES: [[[&str; NARROW.len()]; 2]; 5] = [
+    [["int4_16_8", "int4_16_32"], ["int4_32_8", "int4_32_32"]],
+    [["int8_16_8", "int8_16_32"], ["int8_32_8", "int8_32_32"]],
+    [["e2m1_16_8", "e2m1_16_32"], ["e2m1_32_8", "e2m1_32_32"]],
+    [["e4m3_16_8", "e4m3_16_32"], ["e4m3_32_8", "e4m3_32_32"]],
+    [["halves_32_8", "halves_32_32"], ["halves_32_8", "halves_32_32"]],
+];
+
+/// By code kind; none for halves, which the f32 form does not have.
+const EXACT_NAMES: [&str; 8] = [
+    "exact_int4",
+    "exact_int8",
+    "exact_e2m1",
+    "exact_e4m3",
+    "exact_f32",
+    "exact_f32",
+    "exact_f16",
+    "exact_bf16",
+];
+
+/// Stages of a warp's pipeline, as in `linear.cu`.
+const STAGES: usize = 4;
+
+/// Most blocks that share the columns of a panel.
+const MOST_SPLITS: usize = 8;
+
+impl Linear {
+    /// Has the driver compile the kernels.
+    pub fn new(device: &Arc<Device>) -> Result<Linear, CudaError> {
+        let narrow = |name: &'static str| -> Result<Kernel, CudaError> {
+            let kernel = device.kernel(&ptx::LINEAR, name)?;
+            let most = device.info().shared;
+            kernel.allow_shared(most)?;
+            Ok(kernel)
+        };
+        let mut all = vec![];
+        for [short, long] in NARROW_NAMES {
+            let two = |[a, b]: [&'static str; 2]| Ok::<_, CudaError>([narrow(a)?, narrow(b)?]);
+            all.push([two(short)?, two(long)?]);
+        }
+        Ok(Linear {
+            device: device.clone(),
+            narrow: all,
+            reduce: device.kernel(&ptx::LINEAR, "reduce")?,
+            exact: EXACT_NAMES.iter().map(|name| device.kernel(&ptx::EXACT, name)).collect::<Result<_, _>>()?,
+            rows: device.kernel(&ptx::ROWS, "embed")?,
+            partial: Buffer::new(device, "partial sums", 0)?,
+        })
+    }
+
+    /// Makes room for `run` with these weights and up to `m` rows. To be called before; a graph that was recorded
+    /// before must be recorded again.
+    pub fn reserve(&mut self, weights: &[&Weight], m: usize) -> Result<(), CudaError> {
+        let need = self.launches(weights).map(|l| self.partials(&l, m)).max().unwrap_or(0);
+        if need > self.partial.len() {
+            self.partial = Buffer::new(&self.device, "partial sums", need)?;
+        }
+        Ok(())
+    }
+
+    /// Bytes that [`Linear::reserve`] would have taken after these calls.
+    pub fn bytes(&self, weights: &[&Weight], m: usize) -> usize {
+        self.launches(weights).map(|l| self.partials(&l, m)).max().unwrap_or(0) * 4
+    }
+
+    /// Computes `m` rows of `acts` through up to three weights that share them: q, k and v, or gate and up.
+    ///
+    /// # Panics
+    /// If shapes contradict each other, or no room was [reserved](Linear::reserve).
+    pub fn run(&mut self, weights: &[&Weight], acts: &Acts, m: usize, out: Output) -> Result<(), CudaError> {
+        assert!((1..=3).contains(&weights.len()), "{} weights", weights.len());
+        assert!(m <= acts.rows, "{m} rows of {}", acts.rows);
+        if m == 0 {
+            return Ok(());
+        }
+        for launch in self.launches(weights) {
+            let args = self.args(&launch, acts, m, out);
+            match acts.form {
+                Form::F16 => self.narrow(&launch, args)?,
+                Form::F32 => self.exact(&launch, args)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows of a table, as the weight holds them: `to[i] = table[tokens[i]] (+ positions[places[i]])`. A row that is
+    /// not there is NaN. In the f16 form floats were rounded to f16: a table that is only looked up is better
+    /// uploaded in the f32 form.
+    ///
+    /// `tokens`: u32 `[m]`; `positions`: a table and u32 `[m]`; `to`: f32 `[m][table.k]`.
+    pub fn embed(
+        &mut self,
+        table: &Weight,
+        tokens: DevicePtr,
+        positions: Option<(&Weight, DevicePtr)>,
+        to: DevicePtr,
+        m: usize,
+    ) -> Result<(), CudaError> {
+        let (second, places) = positions.unwrap_or((table, DevicePtr::NULL));
+        assert_eq!(second.k, table.k, "columns of the positions and of the table");
+        if m == 0 {
+            return Ok(());
+        }
+        let mut args = Args::new().with(table.device).with(second.device).with(tokens).with(places).with(to);
+        let quads = table.k.div_ceil(4);
+        // SAFETY: the tables are alive while they are borrowed and freeing them waits for the stream; the other
+        // addresses are the caller's, of the shapes above.
+        unsafe { self.device.launch(&self.rows, [m, quads.div_ceil(128), 1], 128, 0, &mut args) }
+    }
+
+    /// Weights that one launch can take, in order.
+    fn launches<'a>(&self, weights: &'a [&'a Weight]) -> impl Iterator<Item = Launch<'a>> + use<'a> {
+        let mut column = 0;
+        let processors = self.device.info().processors;
+        weights.chunk_by(|a, b| kernel_of(a) == kernel_of(b)).map(move |weights| {
+            let first = column;
+            column += weights.iter().map(|w| w.n).sum::<usize>();
+            let panels = weights.iter().map(|w| w.panels()).sum();
+            let k = weights.iter().map(|w| w.k_pad).max().unwrap_or(0);
+            Launch { weights, column: first, columns: column - first, panels, splits: splits(panels, k, processors) }
+        })
+    }
+
+    /// Values of partial sums that a launch needs.
+    fn partials(&self, launch: &Launch, m: usize) -> usize {
+        let coded = launch.weights.first().is_some_and(|w| w.form == Form::F16);
+        if coded && launch.splits > 1 { launch.splits * m * launch.columns } else { 0 }
+    }
+
+    fn args(&self, launch: &Launch, acts: &Acts, m: usize, out: Output) -> LinearArgs {
+        let (to, to_stride, bias, add) = match out {
+            Output::Store { to, stride, bias } => (to, stride, bias, 0),
+            Output::Add { to, stride, bias } => (to, stride, bias, 1),
+        };
+        let mut args = LinearArgs {
+            weight: [launch.weights[0].device; 3],
+            h: acts.h.ptr(),
+            factors: acts.factors.ptr(),
+            sums: acts.sums.ptr(),
+            x: acts.x.ptr(),
+            to,
+            bias: bias.unwrap_or(DevicePtr::NULL),
+            partial: self.partial.ptr(),
+            first: [0; 3],
+            column: [0; 3],
+            count: launch.weights.len() as u32,
+            m: m as u32,
+            stride: acts.stride as u32,
+            to_stride: to_stride as u32,
+            add,
+            splits: launch.splits as u32,
+            columns: launch.columns as u32,
+            offset: launch.column as u32,
+            at_h: 0,
+            at_scales: 0,
+            at_zeros: 0,
+            at_supers: 0,
+            at_sums: 0,
+            stage: 0,
+        };
+        let (mut panel, mut column) = (0, 0);
+        for (i, w) in launch.weights.iter().enumerate() {
+            assert_eq!(w.form, acts.form, "form of a weight and of its input");
+            assert!(w.k_pad.next_multiple_of(4) <= acts.stride, "{} columns of {}", w.k_pad, acts.stride);
+            assert_eq!(w.k, launch.weights[0].k, "columns of weights that share an input");
+            args.weight[i] = w.device;
+            (args.first[i], args.column[i]) = (panel as u32, column as u32);
+            panel += w.panels();
+            column += w.n;
+        }
+        args
+    }
+
+    /// Tensor cores: a block has a panel and a number of tokens, its warps share the columns.
+    fn narrow(&self, launch: &Launch, mut args: LinearArgs) -> Result<(), CudaError> {
+        let m = args.m as usize;
+        let which = NARROW.iter().position(|&t| m <= t).unwrap_or(NARROW.len() - 1);
+        let tokens = NARROW[which];
+        let (code, long) = kernel_of(launch.weights[0]);
+        let kernel = &self.narrow[code as usize][long as usize][which];
+        args.stages(tokens, launch.weights.iter().map(|w| &w.device), !long);
+        let stages = SLICES as usize * STAGES * args.stage as usize;
+        let sums = SLICES as usize * 64 * tokens * 4;
+        let shared = stages.max(sums);
+        let grid = [m.div_ceil(tokens), launch.panels, launch.splits];
+        if launch.splits > 1 {
+            let need = launch.splits * m * launch.columns;
+            assert!(need <= self.partial.len(), "{need} partial sums of {}", self.partial.len());
+        }
+        // SAFETY: the weights are alive while they are borrowed and freeing them waits for the stream; inputs and
+        // outputs are of the shapes that `run` checks or its caller promises.
+        unsafe { self.device.launch(kernel, grid, 32 * SLICES as usize, shared, &mut Args::new().with(args))? };
+        if launch.splits == 1 {
+            return Ok(());
+        }
+        let grid = [launch.columns.div_ceil(256), m, 1];
+        // SAFETY: as above; the partial sums are this value's.
+        unsafe { self.device.launch(&self.reduce, grid, 256, 0, &mut Args::new().with(args)) }
+    }
+
+    /// Plain f32.
+    fn exact(&self, launch: &Launch, args: LinearArgs) -> Result<(), CudaError> {
+        let code = launch.weights[0].device.code;
+        let rows = code >= layout::CODE_F32;
+        let blocks = if rows { launch.weights.iter().map(|w| w.n.div_ceil(8)).sum() } else { launch.panels };
+        let mut args = args;
+        if rows {
+            // Blocks of 8 rows take the place of panels.
+            let mut first = 0;
+            for (i, w) in launch.weights.iter().enumerate() {
+                args.first[i] = first as u32;
+                first += w.n.div_ceil(8);
+            }
+        }
+        let grid = [(args.m as usize).div_ceil(layout::EXACT_TOKENS as usize), blocks, 1];
+        // SAFETY: as in `narrow`.
+        unsafe { self.device.launch(&self.exact[code as usize], grid, 256, 0, &mut Args::new().with(args)) }
+    }
+}
+
+/// Weights of one launch.
+struct Launch<'a> {
+    weights: &'a [&'a Weight],
+    /// Outputs before them.
+    column: usize,
+    /// Outputs of theirs.
+    columns: usize,
+    panels: usize,
+    splits: usize,
+}
+
+/// What weights of one launch have in common: code kind, and whether folds are multiples of 32 columns.
+fn kernel_of(weight: &Weight) -> (u32, bool) {
+    (weight.device.code, weight.device.fold % 32 == 0)
+}
+
+/// Blocks that share the columns of a panel: as many as give every multiprocessor one, while a warp has some columns.
+fn splits(panels: usize, k: usize, processors: usize) -> usize {
+    let enough = (1..MOST_SPLITS).find(|s| panels * s * 8 >= processors * 7).unwrap_or(MOST_SPLITS);
+    enough.min((k / (128 * SLICES as usize)).max(1))
+}
+
+impl LinearArgs {
+    /// Where the parts of a stage of a warp's pipeline are: codes, activations, scales, zeros, upper level, sums.
+    fn stages<'a>(&mut self, tokens: usize, weights: impl Iterator<Item = &'a WeightRef>, two: bool) {
+        let columns = layout::STAGE_COLUMNS as usize;
+        let (mut codes, mut scales, mut zeros, mut supers, mut sums) = (0, 0, 0, 0, 0);
+        // Two short folds in a stage have scales of their own.
+        let folds = if two { 2 } else { 1 };
+        for w in weights {
+            let bits = match w.code {
+                layout::CODE_INT4 | layout::CODE_E2M1 => 4,
+                layout::CODE_HALVES => 16,
+                _ => 8,
+            };
+            codes = codes.max(64 * columns * bits / 8);
+            let (scale, level) = match w.scale {
+                layout::SCALE_F32 => (256, 0),
+                layout::SCALE_NESTED => (64, 128),
+                layout::SCALE_NONE => (0, 0),
+                _ => (128, 0),
+            };
+            scales = scales.max(scale);
+            let zero = match w.zero {
+                layout::ZERO_MID => 0,
+                layout::ZERO_CODE => 64 * bits / 8,
+                _ => scale,
+            };
+            zeros = zeros.max(zero);
+            let min = w.zero == layout::ZERO_MIN;
+            supers = supers.max(if min { 2 * level } else { level });
+            sums = sums.max(if min { tokens * columns / 16 * 4 } else { 0 });
+        }
+        let mut end = 0;
+        let mut part = |bytes: usize| {
+            let at = end;
+            end += bytes;
+            at as u32
+        };
+        part(codes);
+        self.at_h = part(tokens * columns * 2);
+        self.at_scales = part(scales * folds);
+        self.at_zeros = part(zeros * folds);
+        self.at_supers = part(supers * folds);
+        self.at_sums = part(sums);
+        self.stage = part(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn splits_fill_the_device_and_leave_columns_to_every_warp() {
+        // Panels, columns, multiprocessors.
+        assert_eq!(splits(64, 4096, 132), 2);
+        assert_eq!(splits(448, 4096, 132), 1);
+        assert_eq!(splits(64, 14336, 132), 2);
+        assert_eq!(splits(9, 576, 132), 1);
+        assert_eq!(splits(32, 2048, 128), 2);
+        assert_eq!(splits(1, 1 << 20, 132), MOST_SPLITS);
+    }
+}

@@ -1,0 +1,204 @@
+//! Weights of linear layers in device memory.
+//!
+//! Codes, scales, zeros and minima lie as in the file (P64, models/FORMAT.md). Floats depend on the form of the
+//! activations:
+//!
+//! - **f32 form**: rows as the file has them.
+//! - **f16 form**: f16, rounded to nearest even, whatever type the file has. Tiles like those of 8-bit codes: rows
+//!   padded to 64, columns to 64, `half p*64*Kpad + quad*256 + (row % 64)*4 + [0, 2, 1, 3][column % 4]`; padding is
+//!   zero. Values below f16's smallest normal number lose bits (at most 3e-8 of absolute error); a value beyond its
+//!   largest is an error.
+
+use std::sync::Arc;
+
+use quern_models::{FloatType, Mini, Planes, Scheme, TensorView, ZeroKind};
+
+use super::{
+    Args, Buffer, CudaError, Device, DevicePtr, Upload,
+    acts::Form,
+    layout::{self, WeightRef},
+    ptx,
+};
+
+/// A weight on the device.
+pub struct Weight {
+    /// Output rows.
+    pub n: usize,
+    /// Columns.
+    pub k: usize,
+    /// Columns with their padding: what it reads of its input.
+    pub k_pad: usize,
+    /// What the numbers are in the file.
+    pub scheme: Scheme,
+    /// Form of the activations that it is multiplied with.
+    pub form: Form,
+    pub(super) device: WeightRef,
+    _memory: Buffer<u8>,
+}
+
+/// Most columns whose products are added before a scale comes in.
+const FOLD: usize = 128;
+
+/// Bytes of rows that are converted at a time.
+const CHUNK: usize = 16 << 20;
+
+impl Weight {
+    /// Bytes that [`Weight::upload`] takes and keeps.
+    pub fn bytes(view: &TensorView, form: Form) -> usize {
+        match (view.scheme, form) {
+            (Scheme::Float(_), Form::F16) => halves(view.n, view.k),
+            _ => planes(view).total as usize,
+        }
+    }
+
+    /// Copies a tensor of the file to the device. Converting floats takes up to 16 MiB (or 64 rows) more meanwhile.
+    pub fn upload(upload: &mut Upload, view: &TensorView, form: Form) -> Result<Weight, CudaError> {
+        let device = upload.device().clone();
+        let (memory, k_pad) = match (view.scheme, form) {
+            (Scheme::Order, _) => {
+                return Err(CudaError::Model {
+                    what: "a linear layer's weight",
+                    expected: "codes or floats".into(),
+                    got: view.scheme.to_string(),
+                });
+            }
+            (Scheme::Float(kind), Form::F16) => {
+                (floats(upload, &device, view, kind)?, view.k.next_multiple_of(64))
+            }
+            (Scheme::Float(_), Form::F32) => (upload.put("weights", view.codes)?, view.k),
+            _ => {
+                let p = planes(view);
+                let mut memory = Buffer::new(&device, "weights", p.total as usize)?;
+                let parts = [(p.codes, view.codes), (p.scales, view.scales), (p.zeros, view.zeros)];
+                for ((at, _), bytes) in parts.into_iter().chain([(p.supers, view.supers)]) {
+                    upload.put_into(&mut memory, at as usize, bytes)?;
+                }
+                (memory, view.k.next_multiple_of(group(view.scheme)))
+            }
+        };
+        let p = planes(view);
+        let at = |(at, len): (u64, u64)| if len == 0 { DevicePtr::NULL } else { memory.at(at as usize) };
+        let group = group(view.scheme);
+        let (code, zero, scale) = kinds(view.scheme, form);
+        let device = WeightRef {
+            codes: memory.ptr(),
+            scales: at(p.scales),
+            zeros: at(p.zeros),
+            supers: at(p.supers),
+            n: view.n as u32,
+            k: view.k as u32,
+            k_pad: k_pad as u32,
+            group: group as u32,
+            fold: fold(group) as u32,
+            code,
+            zero,
+            scale,
+        };
+        Ok(Weight { n: view.n, k: view.k, k_pad, scheme: view.scheme, form, device, _memory: memory })
+    }
+
+    /// 64-row panels.
+    pub(super) fn panels(&self) -> usize {
+        self.n.div_ceil(64)
+    }
+}
+
+/// Planes of a tensor of a mapped file.
+fn planes(view: &TensorView) -> Planes {
+    view.scheme.planes(view.n as u64, view.k as u64).expect("a view whose planes exist")
+}
+
+/// Bytes of the f16 form of floats.
+fn halves(n: usize, k: usize) -> usize {
+    n.next_multiple_of(64).saturating_mul(k.next_multiple_of(64)).saturating_mul(2)
+}
+
+/// Columns of a scale; 64 where there are none.
+fn group(scheme: Scheme) -> usize {
+    scheme.coded().map_or(64, |(_, group)| group)
+}
+
+/// The largest multiple of 16 up to [`FOLD`] that divides the group.
+fn fold(group: usize) -> usize {
+    (1..=FOLD / 16).rev().map(|f| f * 16).find(|f| group % f == 0).expect("a group that is a multiple of 16")
+}
+
+/// Code, zero and scale kinds as kernels know them.
+fn kinds(scheme: Scheme, form: Form) -> (u32, u32, u32) {
+    let zero = |z| match z {
+        ZeroKind::Mid => layout::ZERO_MID,
+        ZeroKind::Code => layout::ZERO_CODE,
+        ZeroKind::Min => layout::ZERO_MIN,
+    };
+    let scale = |s| match s {
+        FloatType::F32 => layout::SCALE_F32,
+        FloatType::F16 => layout::SCALE_F16,
+        FloatType::BF16 => layout::SCALE_BF16,
+    };
+    let int = |bits| if bits == 4 { layout::CODE_INT4 } else { layout::CODE_INT8 };
+    match scheme {
+        Scheme::Int { bits, zero: z, scale: s, .. } => (int(bits), zero(z), scale(s)),
+        Scheme::Nested { bits, zero: z, .. } => (int(bits), zero(z), layout::SCALE_NESTED),
+        Scheme::Mini { kind: Mini::E2M1, scale: s, .. } => (layout::CODE_E2M1, layout::ZERO_MID, scale(s)),
+        Scheme::Mini { kind: Mini::E4M3, scale: s, .. } => (layout::CODE_E4M3, layout::ZERO_MID, scale(s)),
+        Scheme::Float(_) | Scheme::Order if form == Form::F16 => {
+            (layout::CODE_HALVES, layout::ZERO_MID, layout::SCALE_NONE)
+        }
+        Scheme::Float(FloatType::F16) => (layout::CODE_F16, layout::ZERO_MID, layout::SCALE_NONE),
+        Scheme::Float(FloatType::BF16) => (layout::CODE_BF16, layout::ZERO_MID, layout::SCALE_NONE),
+        Scheme::Float(FloatType::F32) | Scheme::Order => (layout::CODE_F32, layout::ZERO_MID, layout::SCALE_NONE),
+    }
+}
+
+/// Floats in the f16 form, converted on the device.
+fn floats(
+    upload: &mut Upload,
+    device: &Arc<Device>,
+    view: &TensorView,
+    kind: FloatType,
+) -> Result<Buffer<u8>, CudaError> {
+    let kernel = device.kernel(&ptx::ROWS, "pack_halves")?;
+    let memory = Buffer::<u8>::new(device, "weights", halves(view.n, view.k))?;
+    let beyond = Buffer::<u32>::of(device, "weights", &[0])?;
+    let row = view.k * kind.size();
+    let rows = (CHUNK / row.max(1) / 64 * 64).clamp(64, view.n.next_multiple_of(64));
+    let mut raw = Buffer::<u8>::new(device, "weights to convert", rows.min(view.n) * row)?;
+    let code = kinds(Scheme::Float(kind), Form::F32).0;
+    for start in (0..view.n).step_by(rows) {
+        let count = rows.min(view.n - start);
+        upload.put_into(&mut raw, 0, &view.codes[start * row..(start + count) * row])?;
+        let mut args = Args::new()
+            .with(raw.ptr())
+            .with(code)
+            .with(count as u32)
+            .with(view.k as u32)
+            .with(memory.at(start * view.k.next_multiple_of(64) * 2))
+            .with(beyond.ptr());
+        let quads = view.k.next_multiple_of(64) / 4;
+        // SAFETY: `raw` holds `count` rows; from `start` on, `memory` has room for the panels of as many.
+        unsafe { device.launch(&kernel, [quads.div_ceil(4), count.div_ceil(64), 1], 256, 0, &mut args)? };
+    }
+    let mut found = [0];
+    beyond.read(0, &mut found)?;
+    if found[0] != 0 {
+        return Err(CudaError::Model {
+            what: "a float weight",
+            expected: "values up to 65504".into(),
+            got: format!("one beyond in a tensor [{}, {}] of {}", view.n, view.k, kind.name()),
+        });
+    }
+    Ok(memory)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folds_divide_their_groups() {
+        let folds = [16, 32, 48, 64, 80, 128, 144, 176, 256, 4096, 4800].map(|g| (g, fold(g)));
+        let want = [16, 32, 48, 64, 80, 128, 48, 16, 128, 128, 96];
+        assert_eq!(folds.map(|f| f.1), want);
+        folds.iter().for_each(|(group, fold)| assert_eq!(group % fold, 0));
+    }
+}
