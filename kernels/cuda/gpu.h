@@ -96,10 +96,12 @@ DEVICE void copy_async_16(void* shared, const void* global, bool there) {
                  : "memory");
 }
 
-// The same of 8 bytes.
-DEVICE void copy_async_8(void* shared, const void* global, bool there) {
-    int bytes = there ? 8 : 0;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
+// The same of 4 or 8 bytes.
+template <int BYTES>
+DEVICE void copy_async(void* shared, const void* global, bool there) {
+    int bytes = there ? BYTES : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
+                 "n"(BYTES)
                  : "memory");
 }
 

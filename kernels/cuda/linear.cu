@@ -6,7 +6,7 @@
 // until its sums are complete. Weights are the A operand (16 rows an instruction), tokens the B operand (8), so the
 // time is that of the weights' bytes for up to 8 tokens.
 //
-// Bound by: memory (weights once per TOKENS tokens). In flight: 8 warps * 3 stages * 32 columns * 64 rows of codes.
+// Bound by: memory (weights once per TOKENS tokens). In flight: 32 columns of 64 rows of codes in each stage but one of 8 warps.
 //
 // Divisibility: k_pad of 16, fold of 16; kernels `_32_` take folds of 32 and then read two quads of 4 columns of an
 // activation at once. Shared memory: a stage holds codes [quad of 4 columns][64 rows] (with the 16-byte pieces of a
@@ -15,7 +15,12 @@
 
 #include "codes.h"
 
-static const int STAGES = 4;
+// Stages of a warp's pipeline: what 99 KiB of shared memory take of the largest of each kind (linear.rs, `stages`).
+DEVICE constexpr int stages_of(int code, int tokens, bool pair) {
+    const bool four = code == CODE_INT4 || code == CODE_E2M1;
+    if (tokens == 8) return four ? 4 : code == CODE_HALVES ? 2 : 3;
+    return four && pair ? 3 : 2;
+}
 
 // ---- what a slice is
 
@@ -111,14 +116,16 @@ DEVICE void copy_stage(const LinearArgs& a, const WeightRef& w, u8* stage, u32 p
             copy_grid<CODE>(a, w, stage, 1, panel, next, next % w.fold == 0, (next + 16) % w.fold == 0, lane);
     }
     if (w.zero == ZERO_MIN) {
-        // Two sums of 16 columns of each token; those beyond the padded columns are of zeros.
+        // Two sums of 16 columns of each token; what follows the slice is not looked at.
+        const int SUMS = PAIR ? 1 : 2;
 #pragma unroll
-        for (int i = 0; i < (TOKENS + 31) / 32; i++) {
-            u32 row = i * 32 + lane;
+        for (int i = 0; i < (TOKENS * SUMS + 31) / 32; i++) {
+            const u32 at = i * 32 + lane, row = at / SUMS, part = at % SUMS;
             if (row < TOKENS) {
-                bool there = token + row < a.m;
+                const bool there = token + row < a.m && (PAIR || part * 4 < quads);
                 const float* sums = (const float*)a.sums + (size_t)token * (a.stride / 16) + column / 16;
-                copy_async_8(stage + a.at_sums + row * 8, there ? sums + (size_t)row * (a.stride / 16) : sums, there);
+                copy_async<8 / SUMS>(stage + a.at_sums + row * 8 + part * 4,
+                                     there ? sums + (size_t)row * (a.stride / 16) + part : sums, there);
             }
         }
     }
@@ -220,6 +227,7 @@ DEVICE void put(const LinearArgs& a, u32 token, u32 column, float y) {
 template <int CODE, int TOKENS, bool PAIR>
 DEVICE void narrow(const LinearArgs& a) {
     const int N8 = TOKENS / 8;
+    constexpr int STAGES = stages_of(CODE, TOKENS, PAIR);
     extern __shared__ uint4 shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const u32 token = blockIdx.x * TOKENS;

@@ -34,7 +34,7 @@ macro_rules! device_struct {
 
 macro_rules! device_constants {
     ($($(#[$doc:meta])* $name:ident = $value:expr;)*) => {
-        $($(#[$doc])* pub(super) const $name: u32 = $value as u32;)*
+        $($(#[$doc])* #[allow(dead_code)] pub(super) const $name: u32 = $value as u32;)*
         #[cfg(test)]
         const CONSTANTS: &[(&str, u32)] = &[$((stringify!($name), $name)),*];
     };

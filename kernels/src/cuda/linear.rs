@@ -67,19 +67,20 @@ const NARROW_NAMES: [[[&str; NARROW.len()]; 2]; 5] = [
 ];
 
 /// By code kind; none for halves, which the f32 form does not have.
-const EXACT_NAMES: [&str; 8] = [
-    "exact_int4",
-    "exact_int8",
-    "exact_e2m1",
-    "exact_e4m3",
-    "exact_f32",
-    "exact_f32",
-    "exact_f16",
-    "exact_bf16",
-];
+const EXACT_NAMES: [&str; 8] =
+    ["exact_int4", "exact_int8", "exact_e2m1", "exact_e4m3", "exact_f32", "exact_f32", "exact_f16", "exact_bf16"];
 
-/// Stages of a warp's pipeline, as in `linear.cu`.
-const STAGES: usize = 4;
+/// Stages of a warp's pipeline, as in `linear.cu`: they and their rest fit into the 99 KiB of shared memory that every
+/// device has.
+fn stages(code: u32, tokens: usize, long: bool) -> usize {
+    let four = [layout::CODE_INT4, layout::CODE_E2M1].contains(&code);
+    match (tokens, four, long) {
+        (8, true, _) => 4,
+        (8, ..) if code == layout::CODE_HALVES => 2,
+        (8, ..) | (_, true, true) => 3,
+        _ => 2,
+    }
+}
 
 /// Most blocks that share the columns of a panel.
 const MOST_SPLITS: usize = 8;
@@ -239,7 +240,7 @@ impl Linear {
         let (code, long) = kernel_of(launch.weights[0]);
         let kernel = &self.narrow[code as usize][long as usize][which];
         args.stages(tokens, launch.weights.iter().map(|w| &w.device), !long);
-        let stages = SLICES as usize * STAGES * args.stage as usize;
+        let stages = SLICES as usize * stages(code, tokens, long) * args.stage as usize;
         let sums = SLICES as usize * 64 * tokens * 4;
         let shared = stages.max(sums);
         let grid = [m.div_ceil(tokens), launch.panels, launch.splits];
@@ -291,7 +292,7 @@ struct Launch<'a> {
 
 /// What weights of one launch have in common: code kind, and whether folds are multiples of 32 columns.
 fn kernel_of(weight: &Weight) -> (u32, bool) {
-    (weight.device.code, weight.device.fold % 32 == 0)
+    (weight.device.code, weight.device.fold.is_multiple_of(32))
 }
 
 /// Blocks that share the columns of a panel: as many as give every multiprocessor one, while a warp has some columns.

@@ -62,9 +62,7 @@ impl Weight {
                     got: view.scheme.to_string(),
                 });
             }
-            (Scheme::Float(kind), Form::F16) => {
-                (floats(upload, &device, view, kind)?, view.k.next_multiple_of(64))
-            }
+            (Scheme::Float(kind), Form::F16) => (floats(upload, &device, view, kind)?, view.k.next_multiple_of(64)),
             (Scheme::Float(_), Form::F32) => (upload.put("weights", view.codes)?, view.k),
             _ => {
                 let p = planes(view);
@@ -120,7 +118,7 @@ fn group(scheme: Scheme) -> usize {
 
 /// The largest multiple of 16 up to [`FOLD`] that divides the group.
 fn fold(group: usize) -> usize {
-    (1..=FOLD / 16).rev().map(|f| f * 16).find(|f| group % f == 0).expect("a group that is a multiple of 16")
+    (1..=FOLD / 16).rev().map(|f| f * 16).find(|f| group.is_multiple_of(*f)).expect("a group that is a multiple of 16")
 }
 
 /// Code, zero and scale kinds as kernels know them.

@@ -19,6 +19,10 @@ pub mod bound {
     pub const HALF: f64 = 1.0 / 2048.0;
     /// What a row's largest magnitude leaves of its smallest values in f16.
     pub const HALF_ROW: f64 = 1.0 / (1u64 << 33) as f64;
+    /// Linear layers on tensor cores, of the sum of the terms' sizes.
+    pub const LINEAR_F16: f64 = 1e-6;
+    /// Linear layers in f32, of the same.
+    pub const LINEAR_F32: f64 = 1e-6;
     /// Rope, absolute, for heads within +-3.
     pub const ROPE: f64 = 1e-6;
     /// Attention in f32, absolute, for values within +-3.

@@ -3,4 +3,9 @@
 mod attend;
 mod choose;
 mod common;
+mod linear;
 mod ops;
+
+#[allow(dead_code)]
+#[path = "../pack/mod.rs"]
+mod pack;
