@@ -31,8 +31,13 @@ pub mod bound {
     pub const ATTEND_F16: f64 = 6e-3;
 }
 
-/// The device that tests run on; `None`, said once, where there is none.
+/// The device that tests run on: the virtual one, with every check on, or with `QUERN_CUDA_DEVICE=1` what the machine
+/// has; `None`, said once, where there is none.
 pub fn device(test: &str) -> Option<Arc<Device>> {
+    if std::env::var_os("QUERN_CUDA_DEVICE").is_none() {
+        static ONCE: std::sync::Once = std::sync::Once::new();
+        ONCE.call_once(|| quern_vgpu::load().set("check", "fatal"));
+    }
     match Device::open(0) {
         Ok(device) => Some(device),
         Err(e) => {
