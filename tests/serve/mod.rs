@@ -2,5 +2,6 @@
 
 mod api;
 mod hostile;
+mod mixed;
 mod server;
 mod soak;

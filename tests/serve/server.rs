@@ -203,6 +203,7 @@ impl Answer {
                 stream.read_exact(&mut body)?;
             }
             None if status == 204 => {}
+            None if answer.header("transfer-encoding") == Some("chunked") => body = chunks(stream)?,
             None => {
                 stream.read_to_end(&mut body)?;
             }
@@ -229,6 +230,28 @@ impl Answer {
         assert!(message.contains(part), "{part:?} is not in {message:?}");
         assert!(self.json()["error"]["type"].is_string());
         self
+    }
+}
+
+/// A body in chunks, put together.
+fn chunks(stream: &mut impl Read) -> std::io::Result<Vec<u8>> {
+    let mut body = vec![];
+    loop {
+        let mut line = vec![];
+        while !line.ends_with(b"\r\n") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte)?;
+            line.push(byte[0]);
+        }
+        let size = usize::from_str_radix(std::str::from_utf8(&line).unwrap().trim_end(), 16).unwrap();
+        let start = body.len();
+        body.resize(start + size + 2, 0);
+        stream.read_exact(&mut body[start..])?;
+        assert!(body.ends_with(b"\r\n"));
+        body.truncate(start + size);
+        if size == 0 {
+            return Ok(body);
+        }
     }
 }
 
