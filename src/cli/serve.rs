@@ -89,6 +89,9 @@ pub struct ServeArgs {
     /// Longest time of a request, from its arrival to its last token; 0: any
     #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = seconds_or_none, help_heading = "Requests")]
     pub timeout: Duration,
+    /// Refuse requests with a `priority` of their own: where clients do not trust each other
+    #[arg(long, help_heading = "Requests")]
+    pub no_priority: bool,
     /// How long requests in progress may go on after SIGTERM
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds_or_none, help_heading = "Requests")]
     pub drain_seconds: Duration,
@@ -205,6 +208,7 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
     };
     let worker = Worker::start(Box::new(engine), args.max_queue)?;
     let mut state = State::new(worker.handle(), Arc::new(text), model);
+    state.priorities = !args.no_priority;
     state.timeout = (!args.timeout.is_zero()).then_some(args.timeout);
     Ok((worker, state))
 }

@@ -41,6 +41,8 @@ pub struct State {
     pub lanes: Lanes,
     /// Says something to whoever runs the server.
     pub note: Arc<dyn Fn(&str) + Send + Sync>,
+    /// Whether requests may say who goes first.
+    pub priorities: bool,
     /// Longest time from a request's head to its last token; `None`: any.
     pub timeout: Option<Duration>,
 }
@@ -57,6 +59,7 @@ impl State {
             grammars,
             lanes: Lanes::default(),
             note: Arc::new(|_| {}),
+            priorities: true,
             timeout: None,
         }
     }

@@ -11,20 +11,26 @@
 //!
 //! | in the template | calls look like |
 //! |:--|:--|
-//! | `[TOOL_CALLS]` | `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]` (Mistral) |
+//! | `[TOOL_CALLS]` and `[ARGS]` | `[TOOL_CALLS]name[ARGS]{...}` (Mistral, since 2025) |
+//! | `[TOOL_CALLS]` | `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]` (Mistral before) |
+//! | `<function=` and `<tool_call>` | `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` (Qwen3-Coder) |
 //! | `<tool_call>` | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen, SmolLM3) |
 //! | `"parameters":` and `ipython` | `{"name": ..., "parameters": {...}}` at the answer's very beginning (Llama 3) |
 //! | none of them | as Hermes; the format is explained in [`ToolSet::system_text`] |
 
+mod parameter;
 mod parser;
+
+use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
+use parameter::Kind;
 pub use parser::{Part, ToolCallParser};
 
 use crate::{
     engine::Constraint,
-    grammar::{GrammarError, GrammarFactory},
+    grammar::{GrammarError, GrammarFactory, lark_string, prepared},
     text::TextModel,
 };
 
@@ -43,13 +49,19 @@ pub enum Style {
     Llama,
     /// A list after `[TOOL_CALLS]`.
     Mistral,
+    /// `[TOOL_CALLS]`, name, `[ARGS]` and an object for each call.
+    MistralArgs,
+    /// `<function=name>` and parameters between `<tool_call>` tags for each call.
+    Qwen,
 }
 
 impl Style {
     /// The style of a model.
     pub fn of(text: &TextModel) -> Style {
         if text.template_mentions("[TOOL_CALLS]") {
-            Style::Mistral
+            if text.template_mentions("[ARGS]") { Style::MistralArgs } else { Style::Mistral }
+        } else if text.template_mentions("<tool_call>") && text.template_mentions("<function=") {
+            Style::Qwen
         } else if text.template_mentions("<tool_call>") {
             Style::Hermes
         } else if text.template_mentions("\"parameters\":") && text.template_mentions("ipython") {
@@ -62,10 +74,15 @@ impl Style {
     /// What a call begins with, and ends with.
     fn marks(self) -> (&'static str, &'static str) {
         match self {
-            Style::Hermes => ("<tool_call>", "</tool_call>"),
+            Style::Hermes | Style::Qwen => ("<tool_call>", "</tool_call>"),
             Style::Llama => ("<|python_tag|>", ""),
-            Style::Mistral => ("[TOOL_CALLS]", ""),
+            Style::Mistral | Style::MistralArgs => ("[TOOL_CALLS]", ""),
         }
+    }
+
+    /// Marks within a call.
+    fn inner_marks(self) -> &'static [&'static str] {
+        if self == Style::MistralArgs { &["[ARGS]", "[CALL_ID]"] } else { &[] }
     }
 
     fn arguments(self) -> &'static str {
@@ -86,11 +103,22 @@ pub enum Choice {
     Named(String),
 }
 
+/// What an answer may be beside calls.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Free {
+    /// Nothing.
+    No,
+    /// Any text.
+    Text,
+    /// JSON of a schema.
+    Json,
+}
+
 /// The tools of a request.
 #[derive(Debug, Clone)]
 pub struct ToolSet {
     shown: Value,
-    tools: Vec<Tool>,
+    tools: Arc<[Tool]>,
     choice: Choice,
     parallel: bool,
     style: Style,
@@ -121,7 +149,7 @@ impl ToolSet {
         if list.len() > MOST_TOOLS {
             return Err(wrong("tools", &format!("{} tools, at most {MOST_TOOLS} are accepted", list.len())));
         }
-        let tools: Vec<Tool> = list.iter().enumerate().map(|(i, t)| tool(t, i)).collect::<Result<_, _>>()?;
+        let tools: Arc<[Tool]> = list.iter().enumerate().map(|(i, t)| tool(t, i)).collect::<Result<_, _>>()?;
         if let Some(i) = (1..tools.len()).find(|&i| tools[..i].iter().any(|t| t.name == tools[i].name)) {
             return Err(wrong(&format!("tools[{i}].function.name"), "two tools have this name"));
         }
@@ -139,7 +167,8 @@ impl ToolSet {
         let tokenizer = text.tokenizer();
         let control =
             |mark: &'static str| tokenizer.id_of(mark).filter(|&id| tokenizer.is_special(id)).map(|id| (id, mark));
-        let marks = [begin, end].into_iter().filter(|m| !m.is_empty()).filter_map(control).collect();
+        let marks = [begin, end].into_iter().chain(style.inner_marks().iter().copied());
+        let marks = marks.filter(|m| !m.is_empty()).filter_map(control).collect();
         let parallel = parallel.unwrap_or(true) && style != Style::Llama;
         Ok(Some(ToolSet { shown: Value::Array(list.to_vec()), tools, choice, parallel, style, marks, argument }))
     }
@@ -178,38 +207,50 @@ impl ToolSet {
     pub fn parser(&self) -> ToolCallParser {
         let style = (self.choice != Choice::None).then_some(self.style);
         let most = if self.parallel { MOST_CALLS } else { 1 };
-        ToolCallParser::new(style, self.tools.iter().map(|t| t.name.clone()).collect(), most)
+        ToolCallParser::new(style, self.tools.clone(), most)
     }
 
     /// What an answer must follow: free text until a call begins, which then is one of a declared tool with
-    /// arguments of its schema; or, where calls are required, calls alone. `None` where none are to be made.
-    pub fn constraint(&self, grammars: &GrammarFactory) -> Result<Option<Constraint>, GrammarError> {
+    /// arguments of its schema; or, where calls are required, calls alone. With the schema of an `answer` it is calls
+    /// or JSON of that schema, as OpenAI has it. `None` where no calls are to be made.
+    pub fn constraint(
+        &self,
+        grammars: &GrammarFactory,
+        answer: Option<&Value>,
+    ) -> Result<Option<Constraint>, GrammarError> {
         if self.choice == Choice::None {
             return Ok(None);
         }
-        grammars.tools(&self.grammar()?).map(Some)
+        grammars.tools(&self.grammar(answer)?).map(Some)
     }
 
     /// The grammar of an answer, as Lark. Each tool's schema stays a document of its own, for its `$ref`s.
-    fn grammar(&self) -> Result<String, GrammarError> {
-        let free = self.choice == Choice::Auto;
+    fn grammar(&self, answer: Option<&Value>) -> Result<String, GrammarError> {
+        let free = match (&self.choice, answer) {
+            (Choice::Auto, None) => Free::Text,
+            (Choice::Auto, Some(_)) => Free::Json,
+            _ => Free::No,
+        };
         let tools: Vec<(usize, &Tool)> = match &self.choice {
             Choice::Named(name) => self.tools.iter().enumerate().filter(|(_, t)| t.name == *name).collect(),
             _ => self.tools.iter().enumerate().collect(),
         };
         let (begin, end) = self.style.marks();
-        let id = self.marks.iter().find(|(_, text)| *text == begin).map(|(id, _)| format!("<[{id}]>"));
-        let end = match self.marks.iter().find(|(_, text)| *text == end && !text.is_empty()) {
-            Some((id, _)) => format!(" NL? <[{id}]>"),
-            None if end.is_empty() => String::new(),
-            None => format!(" NL? {:?}", end),
+        let id = self.control(begin);
+        let end = match end {
+            "" => String::new(),
+            mark => format!(" NL? {}", self.control(mark).unwrap_or_else(|| format!("{mark:?}"))),
         };
         let more = if self.parallel { MOST_CALLS - 1 } else { 0 };
         let mut lark = match (self.style, &id) {
             (Style::Llama, tag) => {
                 // What begins with a brace is a call.
                 let tag = tag.as_ref().map_or(String::new(), |tag| format!("{tag}? "));
-                let text = if free { "TEXT? | " } else { "" };
+                let text = match free {
+                    Free::Text => "TEXT? | ",
+                    Free::Json => "answer | ",
+                    Free::No => "",
+                };
                 format!("start: {text}{tag}call\nTEXT: /([^{{ \\n]|[ \\n]+[^{{ \\n])(.|\\n)*/\n")
             }
             (Style::Mistral, id) => {
@@ -218,18 +259,47 @@ impl ToolSet {
                 let calls = format!("SP? \"[\" NL? call{others} \"]\"");
                 self.start(free, id.is_some(), begin, &first, &calls, None)
             }
-            (Style::Hermes, id) => {
+            (Style::MistralArgs, id) => {
+                let first = id.clone().unwrap_or_else(|| format!("{begin:?}"));
+                self.start(free, id.is_some(), begin, &first, "SP? call", Some(more))
+            }
+            (Style::Hermes | Style::Qwen, id) => {
                 let first = id.clone().unwrap_or_else(|| format!("{begin:?}"));
                 let calls = format!("NL? call{end}");
                 self.start(free, id.is_some(), begin, &first, &calls, Some(more))
             }
         };
+        if let (Free::Json, Some(schema)) = (free, answer) {
+            lark += &format!("answer: %json {}\n", prepared(schema)?);
+        }
         lark += "NL: /[ \\n]/\nSP: \" \"\n";
         let names: Vec<String> = tools.iter().map(|(i, _)| format!("call_{i}")).collect();
         lark += &format!("call: {}\n", names.join(" | "));
         let id = if self.style == Style::Mistral { "ID? " } else { "" };
         for (i, tool) in tools {
-            let schema = crate::grammar::prepared(&tool.parameters)?;
+            let schema = prepared(&tool.parameters)?;
+            match self.style {
+                Style::Qwen => {
+                    lark += &tagged(i, tool)?;
+                    continue;
+                }
+                Style::MistralArgs => {
+                    let mark = self.control("[ARGS]").unwrap_or_else(|| "\"[ARGS]\"".into());
+                    let name = lark_string(&tool.name);
+                    lark += &format!("call_{i}: {name} {mark} args_{i}\nargs_{i}: %json {schema}\n");
+                    continue;
+                }
+                Style::Llama if free == Free::Json => {
+                    // Beside other JSON a call is made of the same pieces as that.
+                    let name = lark_string(&format!("\"{}\"", tool.name));
+                    lark += &format!(
+                        "call_{i}: \"{{\" GAP? \"\\\"name\\\"\" GAP? \":\" GAP? {name} GAP? \",\" GAP? \"\\\"parameters\\\"\" GAP? \":\" \
+                         GAP? args_{i} GAP? \"}}\"\nargs_{i}: %json {schema}\n"
+                    );
+                    continue;
+                }
+                Style::Hermes | Style::Llama | Style::Mistral => {}
+            }
             let name = tool.name.replace('.', "\\.").replace('-', "\\-");
             let arguments = self.style.arguments();
             let gap = "[ \\n]{0,2}";
@@ -238,24 +308,34 @@ impl ToolSet {
                  OPEN_{i}: /\\{{{gap}\"name\"{gap}:{gap}\"{name}\"{gap},{gap}\"{arguments}\"{gap}:{gap}/\nargs_{i}: %json {schema}\n"
             );
         }
-        lark += "CLOSE: /[ \\n]{0,2}\\}/\n";
+        if self.style == Style::Llama && free == Free::Json {
+            lark += "GAP: /[ \\n]{1,2}/\n";
+        } else if !matches!(self.style, Style::Qwen | Style::MistralArgs) {
+            lark += "CLOSE: /[ \\n]{0,2}\\}/\n";
+        }
         if !id.is_empty() {
             lark += "ID: /, ?\"id\": ?\"[a-zA-Z0-9]{9}\"/\n";
         }
         Ok(lark)
     }
 
+    /// A mark as a token, where it is one.
+    fn control(&self, mark: &str) -> Option<String> {
+        self.marks.iter().find(|(_, text)| *text == mark).map(|(id, _)| format!("<[{id}]>"))
+    }
+
     /// `control`: the mark is a token that no text contains. `more`: how often mark and calls may come again.
-    fn start(&self, free: bool, control: bool, begin: &str, first: &str, calls: &str, more: Option<usize>) -> String {
+    fn start(&self, free: Free, control: bool, begin: &str, first: &str, calls: &str, more: Option<usize>) -> String {
         let again = match more {
             Some(more) if more > 0 => format!(" (NL? {first} {calls}){{0,{more}}}"),
             _ => String::new(),
         };
         match (free, control) {
-            (false, _) => format!("start: {first} {calls}{again}\n"),
-            (true, true) => format!("start: TEXT? ({first} {calls}{again})?\nTEXT: /(.|\\n)+/\n"),
+            (Free::No, _) => format!("start: {first} {calls}{again}\n"),
+            (Free::Json, _) => format!("start: answer | {first} {calls}{again}\n"),
+            (Free::Text, true) => format!("start: TEXT? ({first} {calls}{again})?\nTEXT: /(.|\\n)+/\n"),
             // The mark ends the text as soon as it is there, and no text contains it.
-            (true, false) => {
+            (Free::Text, false) => {
                 let mark = begin.replace('[', "\\[").replace(']', "\\]");
                 format!(
                     "start: TEXT | \"\" | until {calls}{again}\nuntil[lazy]: /(.|\\n)*{mark}/\n\
@@ -265,6 +345,47 @@ impl ToolSet {
         }
     }
 }
+
+/// A call with its parameters between tags, in the schema's order. Numbers, lists and the like follow their schemas,
+/// texts their lists of values; other restrictions of texts are not looked at.
+fn tagged(i: usize, tool: &Tool) -> Result<String, GrammarError> {
+    let none = Map::new();
+    let properties = tool.parameters["properties"].as_object().unwrap_or(&none);
+    let required = tool.parameters["required"].as_array().map_or(&[][..], Vec::as_slice);
+    let (mut call, mut rules) = (format!("call_{i}: {}", lark_string(&format!("<function={}>\n", tool.name))), vec![]);
+    for (k, key) in properties.keys().enumerate() {
+        let optional = if required.iter().any(|name| name == key) { "" } else { "?" };
+        call += &format!(" p_{i}_{k}{optional}");
+        let open = lark_string(&format!("<parameter={key}>\n"));
+        let schema = parameter::schema(&tool.parameters, key).unwrap_or(&none);
+        let free = format!("free_{i}");
+        let value = match (parameter::kind(&tool.parameters, key), schema.get("enum"), schema.get("const")) {
+            (Kind::Text, Some(Value::Array(texts)), _) => {
+                let texts: Vec<String> = texts.iter().filter_map(Value::as_str).map(lark_string).collect();
+                format!("({}) {}", texts.join(" | "), lark_string(TAG_END))
+            }
+            (Kind::Text, _, Some(Value::String(text))) => format!("{} {}", lark_string(text), lark_string(TAG_END)),
+            (Kind::Text, ..) => free,
+            (Kind::Either, ..) if schema.is_empty() => free,
+            _ => {
+                let mut schema = schema.clone();
+                for place in ["$defs", "definitions"] {
+                    schema.extend(tool.parameters.get(place).map(|all| (place.to_string(), all.clone())));
+                }
+                let schema = prepared(&schema.into())?;
+                rules.push(format!("v_{i}_{k}: %json {schema}\n"));
+                format!("v_{i}_{k} {}", lark_string(TAG_END))
+            }
+        };
+        rules.push(format!("p_{i}_{k}: {open} {value}\n"));
+    }
+    // Shortest first: a text ends with the first end there is.
+    rules.push(format!("free_{i}[lazy]: /(.|\\n)*\\n<\\x2fparameter>\\n/\n"));
+    Ok(format!("{call} \"</function>\"\n{}", rules.concat()))
+}
+
+/// Ends a parameter.
+const TAG_END: &str = "\n</parameter>\n";
 
 fn wrong(field: &str, what: &str) -> (String, String) {
     (field.to_string(), format!("{field}: {what}"))

@@ -7,13 +7,18 @@ use crate::random::Random;
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/models/smollm2-gptq-2layer/tokenizer.json");
 const TEMPLATES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/golden/templates");
 
-/// A fixture's vocabulary with a template of `tests/fixtures/golden/templates`; some control tokens may be renamed.
+/// A fixture's vocabulary with a template of `tests/fixtures/golden/templates`, or with one that only says how calls
+/// are written; some control tokens may be renamed.
 fn model(template: &str, renamed: Option<&str>) -> Arc<TextModel> {
     let mut json = String::from_utf8(std::fs::read(FIXTURE).unwrap()).unwrap();
     if let Some(mark) = renamed {
-        json = json.replace("<repo_name>", mark);
+        json = json.replace("<repo_name>", mark).replace("<reponame>", "[ARGS]");
     }
-    let template = std::fs::read_to_string(format!("{TEMPLATES}/{template}.jinja")).unwrap();
+    let template = match template {
+        "qwen3-coder" => "{{ tools }}<tool_call>\n<function=name>\n<parameter=key>".to_string(),
+        "mistral-3.2" => "{{ tools }}[TOOL_CALLS]name[ARGS]{}".to_string(),
+        name => std::fs::read_to_string(format!("{TEMPLATES}/{name}.jinja")).unwrap(),
+    };
     let plain = TextModel::new(json.as_bytes(), None, None, None, &[]).unwrap();
     let end = plain.tokenizer().id_of("<|im_end|>").unwrap();
     Arc::new(TextModel::new(json.as_bytes(), Some(&template), None, None, &[end]).unwrap())
@@ -34,8 +39,12 @@ fn read(text: &TextModel, choice: Value, parallel: bool) -> ToolSet {
 
 /// Whether an answer follows the constraint to an end; control tokens stand as their text.
 fn follows(set: &ToolSet, text: &Arc<TextModel>, answer: &str) -> bool {
+    fits(set, text, None, answer)
+}
+
+fn fits(set: &ToolSet, text: &Arc<TextModel>, schema: Option<&Value>, answer: &str) -> bool {
     let factory = GrammarFactory::new(text.clone(), text.tokenizer().vocab_size());
-    let mut grammar = set.constraint(&factory).unwrap().unwrap().0;
+    let mut grammar = set.constraint(&factory, schema).unwrap().unwrap().0;
     let mut tokens = text.tokenizer().encode(answer, !set.marks.is_empty()).unwrap();
     tokens.push(text.stop_ids()[0]);
     let mut allowed = TokenSet::new(text.tokenizer().vocab_size());
@@ -88,7 +97,10 @@ fn hermes_answers_are_text_or_calls_of_the_schema() {
         let named = read(&model, json!({"type": "function", "function": {"name": "add"}}), true);
         check(&named, &model, &[(add, 1)], &[time, &both]);
         assert!(
-            read(&model, json!("none"), true).constraint(&GrammarFactory::new(model.clone(), 1)).unwrap().is_none()
+            read(&model, json!("none"), true)
+                .constraint(&GrammarFactory::new(model.clone(), 1), None)
+                .unwrap()
+                .is_none()
         );
     }
 }
@@ -124,6 +136,81 @@ fn mistral_answers_are_text_or_a_list() {
 }
 
 #[test]
+fn newer_mistral_answers_are_text_or_calls_by_name() {
+    let add = "[TOOL_CALLS]add[ARGS]{\"a\": 1}";
+    let both = format!("{add}[TOOL_CALLS]get.time[ARGS]{{}}");
+    let bad =
+        ["[TOOL_CALLS]add[ARGS]{\"a\": \"x\"}", "[TOOL_CALLS]other[ARGS]{}", "[TOOL_CALLS]add", "[TOOL_CALLS] []"];
+    for renamed in [None, Some("[TOOL_CALLS]")] {
+        let model = model("mistral-3.2", renamed);
+        let auto = read(&model, json!("auto"), true);
+        assert_eq!((auto.style, auto.marks.len()), (Style::MistralArgs, 2 * usize::from(renamed.is_some())));
+        check(&auto, &model, &[("Text", 0), (add, 1), (&both, 2)], &bad);
+        check(&read(&model, json!("required"), false), &model, &[(add, 1)], &["Text", &both]);
+    }
+}
+
+#[test]
+fn qwen_coder_answers_are_text_or_tagged_calls() {
+    let add = "<tool_call>\n<function=add>\n<parameter=a>\n-5\n</parameter>\n</function>\n</tool_call>";
+    let both = add.replace("</function>", "<parameter=b>\ny\n</parameter>\n</function>");
+    let time = "<tool_call>\n<function=get.time>\n</function>\n</tool_call>";
+    let text = format!("So <b>:\n{both}\n{time}");
+    let bad = [
+        &add.replace("-5", "x"),
+        &add.replace("=add", "=other"),
+        &both.replace("y\n", "z\n"),
+        "<tool_call>\n<function=add>\n</function>\n</tool_call>",
+        "<tool_call>\n{\"name\": \"get.time\", \"arguments\": {}}\n</tool_call>",
+    ];
+    for renamed in [None, Some("<tool_call>")] {
+        let model = model("qwen3-coder", renamed);
+        let auto = read(&model, json!("auto"), true);
+        assert_eq!(auto.style, Style::Qwen);
+        check(&auto, &model, &[("Text", 0), (add, 1), (&both, 1), (time, 1), (&text, 2)], &bad);
+        check(&read(&model, json!("required"), true), &model, &[(add, 1)], &["Text"]);
+        // Any text is one, up to its end tag.
+        let say = json!([{"type": "function", "function": {"name": "say", "parameters": {
+            "properties": {"text": {"type": "string"}, "any": {}}}}}]);
+        let set = ToolSet::read(Some(&say), Some(&json!("required")), None, &model).unwrap().unwrap();
+        let call = "<tool_call>\n<function=say>\n<parameter=text>\nfn <T>() {\n\"é\"}\n\n</parameter>\n<parameter=any>\n[1]\n\
+                    </parameter>\n</function>\n</tool_call>";
+        check(&set, &model, &[(call, 1)], &[&call.replace("any>", "other>")]);
+        let mut parser = set.parser();
+        let parts = parser.push(call);
+        assert!(
+            matches!(&parts[1], Part::Arguments { text, .. }
+            if serde_json::from_str::<Value>(text).unwrap() == json!({"text": "fn <T>() {\n\"é\"}\n", "any": [1]})),
+            "{parts:?}"
+        );
+    }
+}
+
+#[test]
+fn with_a_schema_an_answer_is_calls_or_json_of_it() {
+    let schema = json!({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+        "additionalProperties": false});
+    let (answer, wrong) = ("{\"ok\": true}", "{\"ok\": 3}");
+    for (template, call) in [
+        ("qwen2.5", "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>"),
+        ("qwen3-coder", "<tool_call>\n<function=get.time>\n</function>\n</tool_call>"),
+        ("llama-3.1", "{\"name\": \"add\", \"parameters\": {\"a\": 1}}"),
+        ("mistral-v0.3", "[TOOL_CALLS] [{\"name\": \"add\", \"arguments\": {\"a\": 1}}]"),
+        ("mistral-3.2", "[TOOL_CALLS]add[ARGS]{\"a\": 1}"),
+    ] {
+        let model = model(template, None);
+        let auto = read(&model, json!("auto"), true);
+        let may = |answer: &str| fits(&auto, &model, Some(&schema), answer);
+        assert!(may(answer) && may(call) && !may(wrong) && !may("Text") && !may(""), "{template}");
+        let named = json!({"type": "object", "properties": {"name": {"type": "string"}, "n": {"enum": ["add"]}}});
+        let may = |answer: &str| fits(&auto, &model, Some(&named), answer);
+        assert!(may("{\"name\": \"adder\"}") && may("{\"name\":\"add\",\"n\":\"add\"}") && may(call), "{template}");
+        let must = read(&model, json!("required"), true);
+        assert!(fits(&must, &model, Some(&schema), call) && !fits(&must, &model, Some(&schema), answer), "{template}");
+    }
+}
+
+#[test]
 fn fields_that_make_no_sense_are_named() {
     let model = model("qwen2.5", None);
     let function = |f: Value| json!([{"type": "function", "function": f}]);
@@ -141,7 +228,7 @@ fn fields_that_make_no_sense_are_named() {
     let impossible = function(json!({"name": "a", "parameters": {"not": {}}}));
     let set = ToolSet::read(Some(&impossible), None, None, &model).unwrap().unwrap();
     let factory = GrammarFactory::new(model.clone(), model.tokenizer().vocab_size());
-    assert!(set.constraint(&factory).unwrap_err().to_string().contains("`#/not` is not supported"));
+    assert!(set.constraint(&factory, None).unwrap_err().to_string().contains("`#/not` is not supported"));
 }
 
 /// A random answer that follows the constraint, as the reader of control tokens sees it.
@@ -173,13 +260,15 @@ fn random_answers_that_must_call_are_read_as_calls_of_the_schema() {
         ("qwen3", Some("<tool_call>")),
         ("llama-3.1", None),
         ("mistral-v0.3", Some("[TOOL_CALLS]")),
+        ("mistral-3.2", Some("[TOOL_CALLS]")),
+        ("qwen3-coder", None),
     ];
     let mut random = Random::new(1);
     for (template, renamed) in models {
         let model = model(template, renamed);
         let set = read(&model, json!("required"), true);
         let factory = GrammarFactory::new(model.clone(), model.tokenizer().vocab_size());
-        let constraint = set.constraint(&factory).unwrap().unwrap();
+        let constraint = set.constraint(&factory, None).unwrap().unwrap();
         let mut complete = 0;
         for _ in 0..100 {
             let Some(answer) = random_answer(&set, &constraint, &model, &mut random) else { continue };
@@ -188,8 +277,15 @@ fn random_answers_that_must_call_are_read_as_calls_of_the_schema() {
             let mut parts = parser.push(&answer);
             parts.extend(parser.finish());
             assert!(!parts.is_empty(), "{answer:?}");
+            let mut calls: Vec<(String, String)> = vec![];
             for part in parts {
-                let Part::Call { name, arguments, .. } = part else { panic!("{part:?} in {answer:?}") };
+                match part {
+                    Part::Call { name, .. } => calls.push((name, String::new())),
+                    Part::Arguments { text, .. } => calls.last_mut().unwrap().1 += &text,
+                    Part::Content(text) => panic!("{text:?} in {answer:?}"),
+                }
+            }
+            for (name, arguments) in calls {
                 let arguments: Value = serde_json::from_str(&arguments).unwrap();
                 let object = arguments.as_object().unwrap();
                 match name.as_str() {

@@ -72,6 +72,18 @@ struct Delta {
 }
 
 impl Delta {
+    /// A call that begins, or more of the arguments of the last one.
+    fn call(&mut self, call: Value) {
+        match self.calls.last_mut().filter(|last| last["index"] == call["index"]) {
+            Some(last) => {
+                if let Value::String(text) = &mut last["function"]["arguments"] {
+                    *text += call["function"]["arguments"].as_str().unwrap_or_default();
+                }
+            }
+            None => self.calls.push(call),
+        }
+    }
+
     /// Logprobs to be written.
     fn entries(&self) -> usize {
         self.tokens.iter().map(|t| 1 + t.top.len()).sum()
@@ -79,7 +91,7 @@ impl Delta {
 
     fn add(&mut self, more: Delta) {
         self.text += &more.text;
-        self.calls.extend(more.calls);
+        more.calls.into_iter().for_each(|call| self.call(call));
         self.tokens.extend(more.tokens);
         self.finish = more.finish.or(self.finish);
     }
@@ -318,9 +330,12 @@ impl Shape {
             for part in parts {
                 match part {
                     Part::Content(text) => delta.text += &text,
-                    Part::Call { index, id, name, arguments } => {
-                        let function = json!({"name": name, "arguments": arguments});
-                        delta.calls.push(json!({"index": index, "id": id, "type": "function", "function": function}));
+                    Part::Call { index, id, name } => {
+                        let function = json!({"name": name, "arguments": ""});
+                        delta.call(json!({"index": index, "id": id, "type": "function", "function": function}));
+                    }
+                    Part::Arguments { index, text } => {
+                        delta.call(json!({"index": index, "function": {"arguments": text}}));
                     }
                 }
             }

@@ -1,6 +1,6 @@
 //! What an answer may be: `response_format`, the fields of llama-server and vLLM for the same, and tools.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
 use super::{fields::Fields, run::server_error};
@@ -27,19 +27,28 @@ const FORMATS: &[&str] = &[
 pub struct Form {
     path: String,
     make: Make,
+    /// The schema, where it is one.
+    schema: Option<Value>,
 }
 
 type Make = Box<dyn FnOnce(&GrammarFactory) -> Result<Option<Constraint>, GrammarError> + Send>;
 
 impl Form {
     fn new(path: impl Into<String>, make: Make) -> Form {
-        Form { path: path.into(), make }
+        Form { path: path.into(), make, schema: None }
+    }
+
+    /// JSON of a schema.
+    fn json(path: impl Into<String>, schema: Value) -> Form {
+        let own = schema.clone();
+        let make: Make = Box::new(move |grammars| grammars.json_schema(&own).map(Some));
+        Form { schema: Some(schema), ..Form::new(path, make) }
     }
 
     /// Makes it on a thread of its own, so that whoever waits for a compiler keeps nobody's request from being read.
     pub async fn made(self, grammars: &GrammarFactory) -> Result<Option<Constraint>, ApiError> {
         let (sender, receiver) = oneshot::channel();
-        let (Form { path, make }, grammars) = (self, grammars.clone());
+        let (Form { path, make, .. }, grammars) = (self, grammars.clone());
         let work = move || drop(sender.send(make(&grammars).map_err(|error| refuse(error, &path))));
         let spawned = std::thread::Builder::new().name("form".into()).spawn(work);
         spawned.map_err(|e| server_error(format!("no thread to read the grammar: {e}")))?;
@@ -74,7 +83,7 @@ pub fn format(fields: Fields<'_>) -> Result<Option<Form>, ApiError> {
         "grammar" | "guided_grammar" => lark(fields, name)?,
         "guided_regex" => regex(fields, name)?,
         "guided_choice" => choice(fields, name)?,
-        _ => schema(fields, name)?,
+        _ => return Ok(Some(Form::json(name, schema(fields, name)?))),
     };
     Ok(Some(Form::new(name, make)))
 }
@@ -93,9 +102,9 @@ fn asks(fields: Fields<'_>, name: &str) -> bool {
 fn response_format(fields: Fields<'_>) -> Result<Option<Form>, ApiError> {
     let Some(map) = fields.object("response_format")? else { return Ok(None) };
     let format = Fields::inside(map, "response_format.");
-    let (path, make) = match format.text("type")? {
+    let (path, schema) = match format.text("type")? {
         Some("json_object") => match format.object("schema")? {
-            None => ("response_format", json_object()),
+            None => ("response_format", json!({"type": "object"})),
             Some(_) => ("response_format.schema", schema(format, "schema")?),
         },
         Some("json_schema") => match format.object("json_schema")? {
@@ -107,7 +116,7 @@ fn response_format(fields: Fields<'_>) -> Result<Option<Form>, ApiError> {
         },
         _ => return Err(format.wrong("type", "text, json_object or json_schema")),
     };
-    Ok(Some(Form::new(path, make)))
+    Ok(Some(Form::json(path, schema)))
 }
 
 /// vLLM's: exactly one of its fields.
@@ -123,32 +132,29 @@ fn structured(fields: Fields<'_>) -> Result<Option<Form>, ApiError> {
         );
     };
     let make = match field {
-        "json" => schema(given, field)?,
+        "json" => return Ok(Some(Form::json(given.path(field), schema(given, field)?))),
         "regex" => regex(given, field)?,
         "choice" => choice(given, field)?,
         "grammar" => lark(given, field)?,
-        _ if given.boolean(field)? == Some(true) => json_object(),
+        _ if given.boolean(field)? == Some(true) => {
+            return Ok(Some(Form::json(given.path(field), json!({"type": "object"}))));
+        }
         _ => return Err(given.wrong(field, "true")),
     };
     Ok(Some(Form::new(given.path(field), make)))
 }
 
-fn json_object() -> Make {
-    Box::new(|grammars| grammars.json_object().map(Some))
-}
-
 /// A schema, as an object or as its JSON text.
-fn schema(fields: Fields<'_>, name: &str) -> Result<Make, ApiError> {
+fn schema(fields: Fields<'_>, name: &str) -> Result<Value, ApiError> {
     let expected = "a JSON schema: an object, or its text";
-    let value = match fields.get(name) {
-        Some(value @ (Value::Object(_) | Value::Bool(_))) => value.clone(),
+    match fields.get(name) {
+        Some(value @ (Value::Object(_) | Value::Bool(_))) => Ok(value.clone()),
         Some(Value::String(text)) => match serde_json::from_str(text) {
-            Ok(value @ Value::Object(_)) => value,
-            _ => return Err(fields.wrong(name, expected)),
+            Ok(value @ Value::Object(_)) => Ok(value),
+            _ => Err(fields.wrong(name, expected)),
         },
-        _ => return Err(fields.wrong(name, expected)),
-    };
-    Ok(Box::new(move |grammars| grammars.json_schema(&value).map(Some)))
+        _ => Err(fields.wrong(name, expected)),
+    }
 }
 
 fn regex(fields: Fields<'_>, name: &str) -> Result<Make, ApiError> {
@@ -189,9 +195,11 @@ pub fn chat(fields: Fields<'_>, tools: Option<&ToolSet>) -> Result<Option<Form>,
     let format = format(fields)?;
     match tools.filter(|t| *t.choice() != Choice::None) {
         None => Ok(format),
-        Some(_) if format.is_some() => {
+        Some(_) if format.as_ref().is_some_and(|form| form.schema.is_none()) => {
             let name = FORMATS.iter().copied().find(|name| asks(fields, name)).unwrap_or_default();
-            let message = format!("{name} and tools are both given, expected one of them, or tool_choice \"none\"");
+            let message = format!(
+                "{name} and tools are both given, expected one of them, a JSON schema, or tool_choice \"none\""
+            );
             Err(ApiError::invalid(message).at(name))
         }
         Some(_) if fields.boolean("ignore_eos")?.unwrap_or(false) => {
@@ -199,8 +207,9 @@ pub fn chat(fields: Fields<'_>, tools: Option<&ToolSet>) -> Result<Option<Form>,
             Err(ApiError::invalid(message).at("ignore_eos"))
         }
         Some(tools) => {
-            let tools = tools.clone();
-            Ok(Some(Form::new("tools", Box::new(move |grammars| tools.constraint(grammars)))))
+            // As OpenAI does: what is no call is JSON of the schema. Where calls are required, nothing else is.
+            let (tools, answer) = (tools.clone(), format.and_then(|form| form.schema));
+            Ok(Some(Form::new("tools", Box::new(move |grammars| tools.constraint(grammars, answer.as_ref())))))
         }
     }
 }

@@ -88,6 +88,10 @@ impl Params {
                 return Err(fields.wrong(name, &expected));
             }
         }
+        let priority = fields.integer("priority", i64::from(i32::MIN)..=i64::from(i32::MAX))?.unwrap_or(0) as i32;
+        if priority != 0 && !state.priorities {
+            return Err(fields.wrong("priority", "0 or nothing: this server takes no others (--no-priority)"));
+        }
         let vocab = state.engine.limits().vocab;
         let stream = fields.boolean("stream")?.unwrap_or(false);
         let options = fields.object("stream_options")?;
@@ -112,7 +116,7 @@ impl Params {
             stop_ids,
             stream,
             include_usage: include_usage && stream,
-            priority: fields.integer("priority", i64::from(i32::MIN)..=i64::from(i32::MAX))?.unwrap_or(0) as i32,
+            priority,
             cache_salt: fields.text("cache_salt")?.map(str::to_string),
         })
     }

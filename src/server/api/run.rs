@@ -117,6 +117,10 @@ impl Run {
     }
 
     fn take(&mut self, mut event: Event) -> Result<(), ApiError> {
+        if let Event::Failed { error: error @ Failure::Unread { .. }, .. } = &event {
+            // Of all choices together.
+            return Err(failed(error));
+        }
         let index = *event.request_mut();
         let at = index as usize;
         let now = Instant::now();

@@ -438,6 +438,18 @@ async fn sampling_reaches_the_engine() {
 }
 
 #[tokio::test]
+async fn priorities_are_taken_where_the_server_takes_them() {
+    let mut bench = Bench::new();
+    bench.ok(TEXT, once("x", json!({"priority": -3}))).await;
+    assert_eq!(bench.last().priority, -3);
+    bench.idle().await;
+    Arc::get_mut(&mut bench.state).unwrap().priorities = false;
+    bench.ok(TEXT, once("x", json!({"priority": 0}))).await;
+    let (status, value) = bench.post(CHAT, hi(json!({"priority": -3}))).await;
+    assert_eq!((status, &value["error"]["param"]), (400, &json!("priority")), "{value}");
+}
+
+#[tokio::test]
 async fn messages_of_all_kinds_reach_the_template() {
     let bench = Bench::new();
     let messages = json!([
@@ -729,6 +741,33 @@ async fn an_answer_that_nobody_reads_is_ended() {
     assert!(notes.len() == 1 && notes[0].starts_with("cmpl-r7: the answer was ended: 4"), "{notes:?}");
 }
 
+#[tokio::test]
+async fn unread_tokens_end_a_request_of_which_a_choice_has_ended() {
+    let bench = Bench::new();
+    let tokens = |text: &str| bench.state.text.tokenizer().encode(text, true).unwrap();
+    let request = |text: &str| Request {
+        prompt: tokens(text),
+        max_tokens: CONTEXT,
+        stop_ids: vec![EOS],
+        logprobs: Some(20),
+        ..Request::default()
+    };
+    let requests = [vec![request("x")], vec![request("~"); 63]].concat();
+    let text = crate::text::TextStream::default();
+    let mut run = run::Run::start(bench.state.clone(), Instant::now(), requests, &text, None).unwrap();
+    while !matches!(run.next().await.unwrap(), Some((0, run::Update::End(..)))) {}
+    run.unread().over().await;
+    // What was read before it was too much may still come.
+    let error = loop {
+        if let Err(error) = run.next().await {
+            break error;
+        }
+    };
+    assert_eq!((error.status, error.code), (408, Some("answer_not_read")));
+    drop(run);
+    bench.idle().await;
+}
+
 /// As vLLM does: the request fails as a whole, and what it began is ended.
 #[tokio::test]
 async fn one_failing_choice_fails_its_request() {
@@ -838,7 +877,11 @@ async fn calls_are_found_whole_and_streamed() {
         let chunks = bench.stream(CHAT, body(text, json!({}))).await;
         let deltas = || chunks.iter().filter_map(|c| c["choices"].get(0)).map(|c| &c["delta"]);
         let called: Vec<&Value> = deltas().filter_map(|d| d["tool_calls"].as_array()).flatten().collect();
-        assert_eq!((called.len(), &called[0]["index"], &called[0]["function"]), (1, &json!(0), &calls[0]["function"]));
+        assert!(called.iter().all(|call| call["index"] == 0) && called.len() > 2, "{called:?}");
+        assert_eq!((&called[0]["type"], &called[0]["function"]["name"]), (&json!("function"), &json!("add")));
+        assert!(called[1..].iter().all(|call| call.get("id").is_none() && call["function"].get("name").is_none()));
+        let arguments: String = called.iter().filter_map(|call| call["function"]["arguments"].as_str()).collect();
+        assert_eq!(calls[0]["function"]["arguments"], arguments);
         let streamed: String = deltas().filter_map(|d| d["content"].as_str()).collect();
         assert_eq!(streamed.trim(), content.unwrap_or_default().trim());
         let ends = chunks.iter().filter_map(|c| c["choices"][0]["finish_reason"].as_str());
