@@ -14,11 +14,10 @@ DEVICE float scale_at(DevicePtr plane, u32 kind, size_t i) {
 
 // Scale (level 0) or minimum (level 1) of row `r` of panel `p` and a group, from its plane.
 DEVICE float level_at(const WeightRef& w, DevicePtr plane, int level, u32 p, u32 r, u32 group) {
-    u32 groups = w.k_pad / w.group;
-    size_t cell = ((size_t)p * groups + group) * 64 + r;
+    size_t cell = ((size_t)p * w.groups + group) * 64 + r;
     if (w.scale != SCALE_NESTED) return scale_at(plane, w.scale, cell);
-    u32 supers = (w.k_pad + SUPER_COLUMNS - 1) / SUPER_COLUMNS, levels = w.zero == ZERO_MIN ? 2 : 1;
-    size_t super = (((size_t)p * supers + group * w.group / SUPER_COLUMNS) * levels + level) * 64 + r;
+    u32 levels = w.zero == ZERO_MIN ? 2 : 1;
+    size_t super = (((size_t)p * w.row_supers + group * w.group / SUPER_COLUMNS) * levels + level) * 64 + r;
     return __fmul_rn(f16_to_f32(((const u16*)w.supers)[super]), (float)((const i8*)plane)[cell]);
 }
 
@@ -27,7 +26,7 @@ template <int CODE>
 DEVICE float zero_at(const WeightRef& w, u32 p, u32 r, u32 group) {
     if (w.zero == ZERO_MIN) return 0.0f;
     if (w.zero == ZERO_MID) return CODE == CODE_INT4 ? 8.0f : 128.0f;
-    size_t cell = (size_t)p * (w.k_pad / w.group) + group;
+    size_t cell = (size_t)p * w.groups + group;
     const u8* zeros = (const u8*)w.zeros;
     if (CODE == CODE_INT8) return (float)zeros[cell * 64 + r];
     return (float)(zeros[cell * 32 + r / 16 * 8 + r % 8] >> (r % 16 / 8 * 4) & 15);
@@ -127,43 +126,48 @@ DEVICE u32 zero_word(u32 z, int half) {
     return (0x6400u + z) * 0x10001u;                                           // 1024 + z: a unit is 1
 }
 
-// Four registers of fragment i out of the lane's pieces of a quad.
+// Words that fragment i takes of the lane's pieces of a quad: one of 4 bits, two of 8, four of halves.
 template <int CODE>
-DEVICE void fragment(u32 (&a)[4], const uint4 (&piece)[Quad<CODE>::LANE], int i, const u32 (&zero)[4][2]) {
-    const u32* words = (const u32*)&piece[0];
+DEVICE void words_of(u32 (&w)[4], const uint4 (&piece)[Quad<CODE>::LANE], int i) {
+    const u32* all = (const u32*)&piece[0];
+    if (Quad<CODE>::LANE < 4) {
+#pragma unroll
+        for (int j = 0; j < Quad<CODE>::LANE; j++) w[j] = all[4 * j + i];
+    } else {
+        const int at = i / 2 * 8 + i % 2 * 2;
+        w[0] = all[at], w[1] = all[at + 4], w[2] = all[at + 1], w[3] = all[at + 5];
+    }
+}
+
+// The four registers of a fragment out of its words; `zero` is what its two rows subtract.
+template <int CODE>
+DEVICE void fragment(u32 (&a)[4], const u32 (&w)[4], const u32 (&zero)[2]) {
     if (CODE == CODE_INT4) {
-        u32 w = words[i], v = w >> 8;
-        a[0] = sub_f16x2(and_or(w, 0x000f000fu, 0x64006400u), zero[i][0]);
-        a[1] = fma_f16x2(and_or(w, 0x00f000f0u, 0x64006400u), 0x2c002c00u, zero[i][1]);
-        a[2] = sub_f16x2(and_or(v, 0x000f000fu, 0x64006400u), zero[i][0]);
-        a[3] = fma_f16x2(and_or(v, 0x00f000f0u, 0x64006400u), 0x2c002c00u, zero[i][1]);
+        const u32 v = w[0] >> 8;
+        a[0] = sub_f16x2(and_or(w[0], 0x000f000fu, 0x64006400u), zero[0]);
+        a[1] = fma_f16x2(and_or(w[0], 0x00f000f0u, 0x64006400u), 0x2c002c00u, zero[1]);
+        a[2] = sub_f16x2(and_or(v, 0x000f000fu, 0x64006400u), zero[0]);
+        a[3] = fma_f16x2(and_or(v, 0x00f000f0u, 0x64006400u), 0x2c002c00u, zero[1]);
     } else if (CODE == CODE_E2M1) {
         // Sign to bit 15, the rest to bits 9..11: a value times 2^-14.
-        u32 w = words[i];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            u32 x = j == 0 ? w : w >> (4 * j);
+            const u32 x = w[0] >> (4 * j);
             a[j] = mul_f16x2(and_or(x << 9, 0x0e000e00u, x << 12 & 0x80008000u), 0x74007400u);
         }
     } else if (CODE == CODE_INT8) {
-        u32 low = words[i], high = words[4 + i];
-        a[0] = sub_f16x2(__byte_perm(low, 0x64646464u, 0x4240), zero[i][0]);
-        a[1] = sub_f16x2(__byte_perm(high, 0x64646464u, 0x4240), zero[i][1]);
-        a[2] = sub_f16x2(__byte_perm(low, 0x64646464u, 0x4341), zero[i][0]);
-        a[3] = sub_f16x2(__byte_perm(high, 0x64646464u, 0x4341), zero[i][1]);
-    } else if (CODE == CODE_E4M3) {
-        // Sign to bit 15, the rest to bits 7..13: a value times 2^-8.
-        u32 low = words[i], high = words[4 + i];
-        u32 x[4] = {__byte_perm(low, 0, 0x4240) , __byte_perm(high, 0, 0x4240), __byte_perm(low, 0, 0x4341),
-                    __byte_perm(high, 0, 0x4341)};
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            a[j] = mul_f16x2(and_or(x[j] << 7, 0x3f803f80u, x[j] << 8 & 0x80008000u), 0x5c005c00u);
+            a[j] = sub_f16x2(__byte_perm(w[j % 2], 0x64646464u, j < 2 ? 0x4240 : 0x4341), zero[j % 2]);
+    } else if (CODE == CODE_E4M3) {
+        // Sign to bit 15, the rest to bits 7..13: a value times 2^-8.
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const u32 x = __byte_perm(w[j % 2], 0, j < 2 ? 0x4240 : 0x4341);
+            a[j] = mul_f16x2(and_or(x << 7, 0x3f803f80u, x << 8 & 0x80008000u), 0x5c005c00u);
+        }
     } else {
-        int at = i / 2 * 8 + i % 2 * 2;
-        a[0] = words[at];
-        a[1] = words[at + 4];
-        a[2] = words[at + 1];
-        a[3] = words[at + 5];
+#pragma unroll
+        for (int j = 0; j < 4; j++) a[j] = w[j];
     }
 }

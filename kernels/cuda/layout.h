@@ -25,6 +25,7 @@ typedef u64 DevicePtr;
 #define SCALE_NONE 4
 #define SLICES 8
 #define STAGE_COLUMNS 32
+#define WIDE_TOKENS 64
 #define EXACT_TOKENS 8
 
 struct WeightRef {
@@ -36,10 +37,12 @@ struct WeightRef {
     u32 k;
     u32 k_pad;
     u32 group;
+    u32 groups;
     u32 fold;
     u32 code;
     u32 zero;
     u32 scale;
+    u32 row_supers;
 };
 
 struct LinearArgs {

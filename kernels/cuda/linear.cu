@@ -6,14 +6,16 @@
 // until its sums are complete. Weights are the A operand (16 rows an instruction), tokens the B operand (8), so the
 // time is that of the weights' bytes for up to 8 tokens.
 //
-// Bound by: memory (weights once per TOKENS tokens). In flight: 32 columns of 64 rows of codes in each stage but one of 8 warps.
+// Bound by: memory (weights once per TOKENS tokens). In flight: 32 columns of 64 rows of codes in each stage but one
+// of 8 warps.
 //
 // Divisibility: k_pad of 16, fold of 16; kernels `_32_` take folds of 32 and then read two quads of 4 columns of an
 // activation at once. Shared memory: a stage holds codes [quad of 4 columns][64 rows] (with the 16-byte pieces of a
 // quad exchanged so that no two lanes of a quarter of a warp meet in a bank), activations [TOKENS][32], scales [64],
-// zeros or minima [64], the upper level of nested scales, sums of 16 activations [TOKENS][2].
+// zeros or minima [64], the upper level of nested scales, sums of 16 activations [TOKENS][2]; kernels `_16_` keep
+// activations as [2][TOKENS][16].
 
-#include "codes.h"
+#include "linear.h"
 
 // Stages of a warp's pipeline: what 99 KiB of shared memory take of the largest of each kind (linear.rs, `stages`).
 DEVICE constexpr int stages_of(int code, int tokens, bool pair) {
@@ -22,105 +24,43 @@ DEVICE constexpr int stages_of(int code, int tokens, bool pair) {
     return four && pair ? 3 : 2;
 }
 
-// ---- what a slice is
-
-struct Slice {
-    u32 start, end;  // columns
-};
-
-DEVICE Slice slice_of(const WeightRef& w, u32 slices, u32 slice) {
-    u64 folds = w.k_pad / w.fold;
-    Slice s;
-    s.start = (u32)(folds * slice / slices) * w.fold;
-    s.end = (u32)(folds * (slice + 1) / slices) * w.fold;
-    return s;
-}
-
-// The weight that a panel of the launch belongs to; `panel` becomes the weight's own, `column` its first output.
-DEVICE WeightRef pick(const LinearArgs& a, u32& panel, u32& column) {
-    WeightRef w = a.weight[0];
-    column = a.column[0];
-    u32 first = 0;
-#pragma unroll
-    for (int i = 1; i < 3; i++) {
-        if ((u32)i < a.count && panel >= a.first[i]) {
-            w = a.weight[i];
-            column = a.column[i];
-            first = a.first[i];
-        }
-    }
-    panel -= first;
-    return w;
-}
-
-// ---- a stage of the pipeline
-
-// Pieces that lane g of quad q finds at its place: those of lanes t = 0..3 are in different banks.
-template <bool PAIR>
-DEVICE u32 exchange(u32 quad) {
-    return PAIR ? quad & 6 : (quad & 3) * 2;
-}
-
-// Copies `bytes` (a multiple of 16, at most 512) by the warp.
-DEVICE void copy_row(u8* to, DevicePtr from, u32 bytes, int lane) {
-    if (lane * 16 < bytes) copy_async_16(to + lane * 16, (const u8*)from + lane * 16, true);
-}
-
-// Scales, zeros and minima of the fold that holds `column`: zero codes if it begins the fold, the rest if `ends`.
-template <int CODE>
-DEVICE void copy_grid(const LinearArgs& a, const WeightRef& w, u8* stage, int slot, u32 panel, u32 column, bool begins,
-                      bool ends, int lane) {
-    u32 group = column / w.group, groups = w.k_pad / w.group;
-    size_t cell = (size_t)panel * groups + group;
-    if (begins && w.zero == ZERO_CODE) {
-        u32 bytes = CODE == CODE_INT4 ? 32 : 64;
-        copy_row(stage + a.at_zeros + slot * bytes, w.zeros + cell * bytes, bytes, lane);
-    }
-    if (!ends) return;
-    u32 bytes = w.scale == SCALE_F32 ? 256 : w.scale == SCALE_NESTED ? 64 : 128;
-    copy_row(stage + a.at_scales + slot * bytes, w.scales + cell * bytes, bytes, lane);
-    if (w.zero == ZERO_MIN) copy_row(stage + a.at_zeros + slot * bytes, w.zeros + cell * bytes, bytes, lane);
-    if (w.scale == SCALE_NESTED) {
-        u32 supers = (w.k_pad + SUPER_COLUMNS - 1) / SUPER_COLUMNS, row = w.zero == ZERO_MIN ? 256 : 128;
-        size_t super = (size_t)panel * supers + group * w.group / SUPER_COLUMNS;
-        copy_row(stage + a.at_supers + slot * row, w.supers + super * row, row, lane);
-    }
-}
-
+// Copies the 32 columns from `at` on, of which those before `end` count, and moves on.
 template <int CODE, int TOKENS, bool PAIR>
-DEVICE void copy_stage(const LinearArgs& a, const WeightRef& w, u8* stage, u32 panel, u32 column, const Slice& slice,
-                       u32 token, int lane) {
+DEVICE void copy_stage(const LinearArgs& a, const WeightRef& w, u8* stage, u32 panel, Place& at, u32 end, u32 token,
+                       int lane) {
     const int PIECES = Quad<CODE>::PIECES;
-    const u8* codes = (const u8*)w.codes + ((size_t)panel * w.k_pad + column) * (PIECES * 4);
-    u32 quads = (slice.end - column) / 4;
+    const u8* codes = (const u8*)w.codes + ((size_t)panel * w.k_pad + at.column) * (PIECES * 4);
+    const u32 quads = (end - at.column) / 4, column = at.column;
 #pragma unroll
     for (int i = 0; i < PIECES * 8 / 32; i++) {
-        u32 piece = i * 32 + lane, quad = piece / PIECES, place = piece ^ exchange<PAIR>(quad);
-        bool there = PAIR || quad < quads;
+        const u32 piece = i * 32 + lane, quad = piece / PIECES, place = piece ^ exchange<PAIR>(quad);
+        const bool there = PAIR || quad < quads;
         copy_async_16(stage + place * 16, there ? codes + piece * 16 : codes, there);
     }
     const u8* h = (const u8*)a.h + ((size_t)token * a.stride + column) * 2;
 #pragma unroll
     for (int i = 0; i < TOKENS * 4 / 32; i++) {
-        u32 piece = i * 32 + lane, row = piece / 4, part = piece % 4;
-        bool there = token + row < a.m && (PAIR || part * 2 < quads);
-        copy_async_16(stage + a.at_h + piece * 16, there ? h + (size_t)row * a.stride * 2 + part * 16 : h, there);
+        const u32 piece = i * 32 + lane, row = piece / 4, part = piece % 4;
+        const bool there = token + row < a.m && (PAIR || part * 2 < quads);
+        const u32 place = PAIR ? piece * 16 : part / 2 * TOKENS * 32 + row * 32 + part % 2 * 16;
+        copy_async_16(stage + a.at_h + place, there ? h + (size_t)row * a.stride * 2 + part * 16 : h, there);
     }
-    if (CODE == CODE_HALVES) return;
-    if (PAIR) {
-        copy_grid<CODE>(a, w, stage, 0, panel, column, column % w.fold == 0, (column + 32) % w.fold == 0, lane);
-    } else {
-        copy_grid<CODE>(a, w, stage, 0, panel, column, column % w.fold == 0, (column + 16) % w.fold == 0, lane);
-        u32 next = column + 16;
-        if (next < slice.end)
-            copy_grid<CODE>(a, w, stage, 1, panel, next, next % w.fold == 0, (next + 16) % w.fold == 0, lane);
+    if (CODE == CODE_HALVES) {
+        at.column += 32;
+        return;
+    }
+    copy_grid<CODE>(a, w, stage, 0, panel, at, PAIR ? 32 : 16, lane);
+    advance(at, w, PAIR ? 32 : 16);
+    if (!PAIR) {
+        if (at.column < end) copy_grid<CODE>(a, w, stage, 1, panel, at, 16, lane);
+        advance(at, w, 16);
     }
     if (w.zero == ZERO_MIN) {
-        // Two sums of 16 columns of each token; what follows the slice is not looked at.
+        // Two sums of 16 columns of each token; what follows the end is not looked at.
         const int SUMS = PAIR ? 1 : 2;
 #pragma unroll
         for (int i = 0; i < (TOKENS * SUMS + 31) / 32; i++) {
-            const u32 at = i * 32 + lane, row = at / SUMS, part = at % SUMS;
+            const u32 sum = i * 32 + lane, row = sum / SUMS, part = sum % SUMS;
             if (row < TOKENS) {
                 const bool there = token + row < a.m && (PAIR || part * 4 < quads);
                 const float* sums = (const float*)a.sums + (size_t)token * (a.stride / 16) + column / 16;
@@ -132,57 +72,6 @@ DEVICE void copy_stage(const LinearArgs& a, const WeightRef& w, u8* stage, u32 p
 }
 
 // ---- sums
-
-// f32 of four scales or minima that lie together: rows `row`.. of a slot.
-DEVICE void four(float (&out)[4], const u8* slot, u32 kind, int row) {
-    if (kind == SCALE_F32) {
-        float4 v = *(const float4*)(slot + row * 4);
-        out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
-    } else if (kind == SCALE_NESTED) {
-        char4 v = *(const char4*)(slot + row);
-        out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
-    } else {
-        uint2 v = *(const uint2*)(slot + row * 2);
-        bool f16 = kind == SCALE_F16;
-        out[0] = f16 ? f16_to_f32((u16)v.x) : __uint_as_float(v.x << 16);
-        out[1] = f16 ? f16_to_f32((u16)(v.x >> 16)) : __uint_as_float(v.x & 0xffff0000u);
-        out[2] = f16 ? f16_to_f32((u16)v.y) : __uint_as_float(v.y << 16);
-        out[3] = f16 ? f16_to_f32((u16)(v.y >> 16)) : __uint_as_float(v.y & 0xffff0000u);
-    }
-}
-
-// Scales (or minima) of the lane's rows i = 0..3 of a half, the upper level multiplied in.
-template <int CODE>
-DEVICE void grid_four(float (&out)[4], const LinearArgs& a, const WeightRef& w, const u8* stage, int slot, int level,
-                      int half, int g) {
-    int row = row_of<CODE>(g, 0, half);
-    u32 bytes = w.scale == SCALE_F32 ? 256 : w.scale == SCALE_NESTED ? 64 : 128;
-    four(out, stage + (level ? a.at_zeros : a.at_scales) + slot * bytes, w.scale, row);
-    if (w.scale == SCALE_NESTED) {
-        float d[4];
-        u32 bytes = w.zero == ZERO_MIN ? 256 : 128;
-        four(d, stage + a.at_supers + slot * bytes + level * 128, SCALE_F16, row);
-#pragma unroll
-        for (int i = 0; i < 4; i++) out[i] *= d[i];
-    }
-}
-
-template <int CODE>
-DEVICE void load_zeros(u32 (&zero)[4][2], const LinearArgs& a, const u8* stage, int slot, int g) {
-    u32 low, high;
-    if (CODE == CODE_INT4) {
-        u32 word = *(const u32*)(stage + a.at_zeros + slot * 32 + g * 4);
-        low = word & 0x0f0f0f0fu, high = word >> 4 & 0x0f0f0f0fu;
-    } else {
-        low = *(const u32*)(stage + a.at_zeros + slot * 64 + g * 4);
-        high = *(const u32*)(stage + a.at_zeros + slot * 64 + 32 + g * 4);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        zero[i][0] = zero_word<CODE>(low >> (8 * i) & 0xff, 0);
-        zero[i][1] = zero_word<CODE>(high >> (8 * i) & 0xff, 1);
-    }
-}
 
 // total = fma(scale, part, total), and with minima total = fma(min, sum of h, total); then part and sums are zero.
 template <int CODE, int N8>
@@ -216,14 +105,6 @@ DEVICE void fold(float (&total)[4][N8][4], float (&part)[4][N8][4], float (&sum)
     for (int j = 0; j < N8; j++) sum[j][0] = sum[j][1] = 0.0f;
 }
 
-// The output of a row and a token once all columns are in.
-DEVICE void put(const LinearArgs& a, u32 token, u32 column, float y) {
-    y *= ((const float*)a.factors)[token];
-    if (a.bias) y += ((const float*)a.bias)[a.offset + column];
-    float* to = (float*)a.to + (size_t)token * a.to_stride + a.offset + column;
-    *to = a.add ? *to + y : y;
-}
-
 template <int CODE, int TOKENS, bool PAIR>
 DEVICE void narrow(const LinearArgs& a) {
     const int N8 = TOKENS / 8;
@@ -244,24 +125,25 @@ DEVICE void narrow(const LinearArgs& a) {
         for (int half = 0; half < 2; half++)
             zero[i][half] = zero_word<CODE>(w.zero == ZERO_MIN ? 0 : CODE == CODE_INT4 ? 8 : 128, half);
 
+    Place next = place_at(w, slice.start);
+    u32 in_fold = next.in_fold;
     const int steps = (slice.end - slice.start + STAGE_COLUMNS - 1) / STAGE_COLUMNS;
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-        if (s < steps)
-            copy_stage<CODE, TOKENS, PAIR>(a, w, stages + s * a.stage, panel, slice.start + s * STAGE_COLUMNS, slice,
-                                           token, lane);
+        if (s < steps) copy_stage<CODE, TOKENS, PAIR>(a, w, stages + s * a.stage, panel, next, slice.end, token, lane);
         copy_commit();
     }
+    u32 used = 0, filled = STAGES - 1;
     for (int step = 0; step < steps; step++) {
         copy_wait<STAGES - 2>();
         __syncwarp();
-        const int next = step + STAGES - 1;
-        if (next < steps)
-            copy_stage<CODE, TOKENS, PAIR>(a, w, stages + next % STAGES * a.stage, panel,
-                                           slice.start + next * STAGE_COLUMNS, slice, token, lane);
+        if (step + STAGES - 1 < steps) {
+            copy_stage<CODE, TOKENS, PAIR>(a, w, stages + filled * a.stage, panel, next, slice.end, token, lane);
+            filled = filled == STAGES - 1 ? 0 : filled + 1;
+        }
         copy_commit();
-        const u8* stage = stages + step % STAGES * a.stage;
-        const u32 column = slice.start + step * STAGE_COLUMNS;
+        const u8* stage = stages + used * a.stage;
+        used = used == STAGES - 1 ? 0 : used + 1;
         const uint4* codes = (const uint4*)stage;
         const u8* h = stage + a.at_h;
         uint4 b[N8];
@@ -271,10 +153,9 @@ DEVICE void narrow(const LinearArgs& a) {
         }
 #pragma unroll (PAIR ? 2 : 1)
         for (int half = 0; half < 2; half++) {
-            const u32 at = column + half * 16;
-            if (!PAIR && at >= slice.end) break;
+            if (!PAIR && slice.start + step * STAGE_COLUMNS + half * 16 >= slice.end) break;
             const int quad = PAIR ? 2 * t + half : 4 * half + t, slot = PAIR ? 0 : half;
-            if (CODE <= CODE_INT8 && w.zero == ZERO_CODE && (!PAIR || half == 0) && at % w.fold == 0)
+            if (CODE <= CODE_INT8 && w.zero == ZERO_CODE && (!PAIR || half == 0) && in_fold == 0)
                 load_zeros<CODE>(zero, a, stage, slot, g);
             u32 b0[N8], b1[N8];
 #pragma unroll
@@ -282,7 +163,7 @@ DEVICE void narrow(const LinearArgs& a) {
                 if (PAIR) {
                     b0[j] = half ? b[j].z : b[j].x, b1[j] = half ? b[j].w : b[j].y;
                 } else {
-                    uint2 v = *(const uint2*)(h + (j * 8 + g) * 64 + half * 32 + t * 8);
+                    uint2 v = *(const uint2*)(h + half * TOKENS * 32 + (j * 8 + g) * 32 + t * 8);
                     b0[j] = v.x, b1[j] = v.y;
                 }
             }
@@ -292,8 +173,9 @@ DEVICE void narrow(const LinearArgs& a) {
                 piece[i] = codes[quad * Quad<CODE>::PIECES + ((g ^ exchange<PAIR>(quad)) + 8 * i)];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                u32 f[4];
-                fragment<CODE>(f, piece, i, zero);
+                u32 f[4], words[4];
+                words_of<CODE>(words, piece, i);
+                fragment<CODE>(f, words, zero[i]);
 #pragma unroll
                 for (int j = 0; j < N8; j++)
                     mma_f16(CODE == CODE_HALVES ? total[i][j] : part[i][j], f[0], f[1], f[2], f[3], b0[j], b1[j]);
@@ -305,10 +187,12 @@ DEVICE void narrow(const LinearArgs& a) {
 #pragma unroll
                     for (int e = 0; e < 2; e++) sum[j][e] += sums[(j * 8 + 2 * t + e) * 2];
             }
-            if (CODE != CODE_HALVES && (!PAIR || half == 1) && (at + 16) % w.fold == 0)
+            in_fold += 16;
+            if (CODE != CODE_HALVES && (!PAIR || half == 1) && in_fold == w.fold) {
                 fold<CODE, N8>(total, part, sum, a, w, stage, slot, g);
+                in_fold = 0;
+            }
         }
-        __syncwarp();
     }
 
     // Slices in order. The stages are done with.

@@ -85,6 +85,8 @@ device_constants! {
     SLICES = 8;
     /// Columns that a warp takes at a time.
     STAGE_COLUMNS = 32;
+    /// Tokens of a block of the wide kernels.
+    WIDE_TOKENS = 64;
     /// Tokens of a block of the exact kernels.
     EXACT_TOKENS = 8;
 }
@@ -108,6 +110,8 @@ device_struct! {
         k_pad: u32,
         /// Columns of a scale.
         group: u32,
+        /// Groups of a row.
+        groups: u32,
         /// Columns whose products tensor cores add before the scale comes in: divides the group.
         fold: u32,
         /// `CODE_...`
@@ -116,6 +120,8 @@ device_struct! {
         zero: u32,
         /// `SCALE_...`
         scale: u32,
+        /// Upper levels of a row, one for [`SUPER_COLUMNS`] columns.
+        row_supers: u32,
     }
 }
 

@@ -14,7 +14,7 @@
 use std::sync::Arc;
 
 use super::{
-    Args, Buffer, CudaError, Device, DevicePtr, Kernel, Weight,
+    Args, Buffer, CudaError, Device, DevicePtr, Kernel, Ptx, Weight,
     acts::{Acts, Form},
     layout::{self, LinearArgs, SLICES, WeightRef},
     ptx,
@@ -48,6 +48,8 @@ pub struct Linear {
     device: Arc<Device>,
     /// By code kind, then whether a fold is a multiple of 32 columns, then by tokens of a block.
     narrow: Vec<[[Kernel; NARROW.len()]; 2]>,
+    /// By code kind, then whether a fold is a multiple of 32 columns.
+    wide: Vec<[Kernel; 2]>,
     reduce: Kernel,
     exact: Vec<Kernel>,
     rows: Kernel,
@@ -65,6 +67,18 @@ const NARROW_NAMES: [[[&str; NARROW.len()]; 2]; 5] = [
     [["e4m3_16_8", "e4m3_16_32"], ["e4m3_32_8", "e4m3_32_32"]],
     [["halves_32_8", "halves_32_32"], ["halves_32_8", "halves_32_32"]],
 ];
+
+/// Names for more tokens than the last of [`NARROW`], by code kind, by fold.
+const WIDE_NAMES: [[&str; 2]; 5] = [
+    ["wide_int4_16", "wide_int4_32"],
+    ["wide_int8_16", "wide_int8_32"],
+    ["wide_e2m1_16", "wide_e2m1_32"],
+    ["wide_e4m3_16", "wide_e4m3_32"],
+    ["wide_halves_32", "wide_halves_32"],
+];
+
+/// Rows at a time where blocks share the columns of a panel: their partial sums stay in a device's cache.
+const ROWS: usize = 512;
 
 /// By code kind; none for halves, which the f32 form does not have.
 const EXACT_NAMES: [&str; 8] =
@@ -88,20 +102,23 @@ const MOST_SPLITS: usize = 8;
 impl Linear {
     /// Has the driver compile the kernels.
     pub fn new(device: &Arc<Device>) -> Result<Linear, CudaError> {
-        let narrow = |name: &'static str| -> Result<Kernel, CudaError> {
-            let kernel = device.kernel(&ptx::LINEAR, name)?;
-            let most = device.info().shared;
-            kernel.allow_shared(most)?;
+        let kernel = |ptx: &Ptx, name: &'static str| -> Result<Kernel, CudaError> {
+            let kernel = device.kernel(ptx, name)?;
+            kernel.allow_shared(device.info().shared)?;
             Ok(kernel)
         };
-        let mut all = vec![];
+        let two = |ptx: &Ptx, [a, b]: [&'static str; 2]| Ok::<_, CudaError>([kernel(ptx, a)?, kernel(ptx, b)?]);
+        let (mut narrow, mut wide) = (vec![], vec![]);
         for [short, long] in NARROW_NAMES {
-            let two = |[a, b]: [&'static str; 2]| Ok::<_, CudaError>([narrow(a)?, narrow(b)?]);
-            all.push([two(short)?, two(long)?]);
+            narrow.push([two(&ptx::LINEAR, short)?, two(&ptx::LINEAR, long)?]);
+        }
+        for names in WIDE_NAMES {
+            wide.push(two(&ptx::WIDE, names)?);
         }
         Ok(Linear {
             device: device.clone(),
-            narrow: all,
+            narrow,
+            wide,
             reduce: device.kernel(&ptx::LINEAR, "reduce")?,
             exact: EXACT_NAMES.iter().map(|name| device.kernel(&ptx::EXACT, name)).collect::<Result<_, _>>()?,
             rows: device.kernel(&ptx::ROWS, "embed")?,
@@ -135,10 +152,16 @@ impl Linear {
             return Ok(());
         }
         for launch in self.launches(weights) {
-            let args = self.args(&launch, acts, m, out);
-            match acts.form {
-                Form::F16 => self.narrow(&launch, args)?,
-                Form::F32 => self.exact(&launch, args)?,
+            let mut args = self.args(&launch, acts, m, out);
+            if acts.form == Form::F32 {
+                self.exact(&launch, args)?;
+                continue;
+            }
+            let rows = if launch.splits > 1 { ROWS } else { m };
+            for start in (0..m).step_by(rows) {
+                args.m = rows.min(m - start) as u32;
+                self.tensor(&launch, args)?;
+                args.skip(rows);
             }
         }
         Ok(())
@@ -185,7 +208,7 @@ impl Linear {
     /// Values of partial sums that a launch needs.
     fn partials(&self, launch: &Launch, m: usize) -> usize {
         let coded = launch.weights.first().is_some_and(|w| w.form == Form::F16);
-        if coded && launch.splits > 1 { launch.splits * m * launch.columns } else { 0 }
+        if coded && launch.splits > 1 { launch.splits * m.min(ROWS) * launch.columns } else { 0 }
     }
 
     fn args(&self, launch: &Launch, acts: &Acts, m: usize, out: Output) -> LinearArgs {
@@ -232,25 +255,36 @@ impl Linear {
         args
     }
 
-    /// Tensor cores: a block has a panel and a number of tokens, its warps share the columns.
-    fn narrow(&self, launch: &Launch, mut args: LinearArgs) -> Result<(), CudaError> {
-        let m = args.m as usize;
-        let which = NARROW.iter().position(|&t| m <= t).unwrap_or(NARROW.len() - 1);
-        let tokens = NARROW[which];
+    /// Tensor cores: for few tokens the warps of a block share the columns of a panel, for many its rows and tokens.
+    fn tensor(&self, launch: &Launch, mut args: LinearArgs) -> Result<(), CudaError> {
+        let (m, slices) = (args.m as usize, SLICES as usize);
         let (code, long) = kernel_of(launch.weights[0]);
-        let kernel = &self.narrow[code as usize][long as usize][which];
-        args.stages(tokens, launch.weights.iter().map(|w| &w.device), !long);
-        let stages = SLICES as usize * stages(code, tokens, long) * args.stage as usize;
-        let sums = SLICES as usize * 64 * tokens * 4;
-        let shared = stages.max(sums);
-        let grid = [m.div_ceil(tokens), launch.panels, launch.splits];
+        let weights = launch.weights.iter().map(|w| &w.device);
+        let (kernel, grid, threads, shared) = match NARROW.iter().position(|&t| m <= t) {
+            Some(which) => {
+                let tokens = NARROW[which];
+                args.stage(tokens, 1, weights, !long);
+                let shared = slices * (stages(code, tokens, long) * args.stage as usize).max(64 * tokens * 4);
+                let kernel = &self.narrow[code as usize][long as usize][which];
+                (kernel, [1, launch.panels, launch.splits], 32 * slices, shared)
+            }
+            None => {
+                let tokens = layout::WIDE_TOKENS as usize;
+                args.stage(tokens, 2, weights, !long);
+                let pairs = args.blocks(launch.weights.iter().map(|w| w.panels().div_ceil(2)));
+                // Sums of 128 rows, of the activations, three stages.
+                let shared = tokens * (128 + 1) * 4 + 3 * args.stage as usize;
+                let kernel = &self.wide[code as usize][long as usize];
+                (kernel, [m.div_ceil(tokens), pairs, launch.splits], 128, shared)
+            }
+        };
         if launch.splits > 1 {
             let need = launch.splits * m * launch.columns;
             assert!(need <= self.partial.len(), "{need} partial sums of {}", self.partial.len());
         }
         // SAFETY: the weights are alive while they are borrowed and freeing them waits for the stream; inputs and
         // outputs are of the shapes that `run` checks or its caller promises.
-        unsafe { self.device.launch(kernel, grid, 32 * SLICES as usize, shared, &mut Args::new().with(args))? };
+        unsafe { self.device.launch(kernel, grid, threads, shared, &mut Args::new().with(args))? };
         if launch.splits == 1 {
             return Ok(());
         }
@@ -262,19 +296,13 @@ impl Linear {
     /// Plain f32.
     fn exact(&self, launch: &Launch, args: LinearArgs) -> Result<(), CudaError> {
         let code = launch.weights[0].device.code;
-        let rows = code >= layout::CODE_F32;
-        let blocks = if rows { launch.weights.iter().map(|w| w.n.div_ceil(8)).sum() } else { launch.panels };
         let mut args = args;
-        if rows {
-            // Blocks of 8 rows take the place of panels.
-            let mut first = 0;
-            for (i, w) in launch.weights.iter().enumerate() {
-                args.first[i] = first as u32;
-                first += w.n.div_ceil(8);
-            }
-        }
+        let blocks = match code {
+            layout::CODE_F32.. => args.blocks(launch.weights.iter().map(|w| w.n.div_ceil(8))),
+            _ => launch.panels,
+        };
         let grid = [(args.m as usize).div_ceil(layout::EXACT_TOKENS as usize), blocks, 1];
-        // SAFETY: as in `narrow`.
+        // SAFETY: as in `tensor`.
         unsafe { self.device.launch(&self.exact[code as usize], grid, 256, 0, &mut Args::new().with(args)) }
     }
 }
@@ -302,12 +330,31 @@ fn splits(panels: usize, k: usize, processors: usize) -> usize {
 }
 
 impl LinearArgs {
-    /// Where the parts of a stage of a warp's pipeline are: codes, activations, scales, zeros, upper level, sums.
-    fn stages<'a>(&mut self, tokens: usize, weights: impl Iterator<Item = &'a WeightRef>, two: bool) {
+    /// Moves inputs and outputs on by some rows.
+    fn skip(&mut self, rows: usize) {
+        let (rows, stride) = (rows as u64, u64::from(self.stride));
+        self.h.0 += rows * stride * 2;
+        self.factors.0 += rows * 4;
+        self.sums.0 += rows * (stride / 16) * 4;
+        self.to.0 += rows * u64::from(self.to_stride) * 4;
+    }
+
+    /// Says where each weight's blocks begin, given how many it has; returns how many there are.
+    fn blocks(&mut self, of: impl Iterator<Item = usize>) -> usize {
+        let mut all = 0;
+        for (first, blocks) in self.first.iter_mut().zip(of) {
+            *first = all as u32;
+            all += blocks;
+        }
+        all
+    }
+
+    /// Where the parts of a stage of a pipeline are: codes, activations, scales, zeros, upper level, sums.
+    fn stage<'a>(&mut self, tokens: usize, panels: usize, weights: impl Iterator<Item = &'a WeightRef>, two: bool) {
         let columns = layout::STAGE_COLUMNS as usize;
         let (mut codes, mut scales, mut zeros, mut supers, mut sums) = (0, 0, 0, 0, 0);
         // Two short folds in a stage have scales of their own.
-        let folds = if two { 2 } else { 1 };
+        let folds = if two { 2 * panels } else { panels };
         for w in weights {
             let bits = match w.code {
                 layout::CODE_INT4 | layout::CODE_E2M1 => 4,
@@ -338,7 +385,7 @@ impl LinearArgs {
             end += bytes;
             at as u32
         };
-        part(codes);
+        part(codes * panels);
         self.at_h = part(tokens * columns * 2);
         self.at_scales = part(scales * folds);
         self.at_zeros = part(zeros * folds);

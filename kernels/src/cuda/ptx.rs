@@ -21,6 +21,8 @@ ptx! {
     EXACT = "exact";
     /// Linear layers on tensor cores.
     LINEAR = "linear";
+    /// Linear layers on tensor cores, for many tokens.
+    WIDE = "wide";
     /// Rows of tables, and floats on their way to tiles.
     ROWS = "rows";
 }

@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use quern_models::{FloatType, Mini, Planes, Scheme, TensorView, ZeroKind};
+use quern_models::{FloatType, Mini, Planes, SUPER, Scheme, TensorView, ZeroKind};
 
 use super::{
     Args, Buffer, CudaError, Device, DevicePtr, Upload,
@@ -87,10 +87,12 @@ impl Weight {
             k: view.k as u32,
             k_pad: k_pad as u32,
             group: group as u32,
+            groups: (k_pad / group) as u32,
             fold: fold(group) as u32,
             code,
             zero,
             scale,
+            row_supers: k_pad.div_ceil(SUPER) as u32,
         };
         Ok(Weight { n: view.n, k: view.k, k_pad, scheme: view.scheme, form, device, _memory: memory })
     }

@@ -218,6 +218,25 @@ fn rows_do_not_depend_on_their_batch() {
 }
 
 #[test]
+fn many_rows_of_shared_panels_go_in_parts() {
+    let Some(device) = device("many rows of a linear layer") else { return };
+    let mut linear = Linear::new(&device).expect("kernels");
+    let (n, k, m) = (5, 2048, 523);
+    let scheme = Scheme::Int { bits: 4, group: 128, zero: ZeroKind::Code, scale: FloatType::F16 };
+    let packed = Packed::random(&mut Rng(5), n, k, scheme);
+    let weight = weight(&device, &packed.view(), Form::F16);
+    assert!(linear.bytes(&[&weight], m) > 0, "a panel that blocks share");
+    assert_eq!(linear.bytes(&[&weight], m), linear.bytes(&[&weight], 512));
+    let (kept, acts) = input(&device, Form::F16, &Random(3).floats(m * k), k, k);
+    let all = run(&device, &mut linear, &[&weight], &acts, m);
+    check(&all, &expected(&[packed.view()], &kept, Form::F16), bound::LINEAR_F16, "many rows");
+    for (from, m) in [(500, 23), (512, 1)] {
+        let y = run(&device, &mut linear, &[&weight], &cut(&device, &acts, from, m), m);
+        assert_eq!(bits(&y), bits(&all[from * n..(from + m) * n]), "{m} rows from {from} on");
+    }
+}
+
+#[test]
 fn weights_side_by_side_biases_and_sums() {
     let Some(device) = device("linear layers side by side") else { return };
     let mut linear = Linear::new(&device).expect("kernels");

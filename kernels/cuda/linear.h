@@ -1,0 +1,151 @@
+// What the tensor-core kernels of linear layers have in common: slices, where weights of a launch begin, copies of
+// scales and zeros to shared memory and from there to registers, outputs. See linear.cu.
+#pragma once
+#include "codes.h"
+
+// ---- what a slice is
+
+struct Slice {
+    u32 start, end;  // columns
+};
+
+DEVICE Slice slice_of(const WeightRef& w, u32 slices, u32 slice) {
+    u64 folds = w.k_pad / w.fold;
+    Slice s;
+    s.start = (u32)(folds * slice / slices) * w.fold;
+    s.end = (u32)(folds * (slice + 1) / slices) * w.fold;
+    return s;
+}
+
+// The weight that a panel of the launch belongs to; `panel` becomes the weight's own, `column` its first output.
+DEVICE WeightRef pick(const LinearArgs& a, u32& panel, u32& column) {
+    WeightRef w = a.weight[0];
+    column = a.column[0];
+    u32 first = 0;
+#pragma unroll
+    for (int i = 1; i < 3; i++) {
+        if ((u32)i < a.count && panel >= a.first[i]) {
+            w = a.weight[i];
+            column = a.column[i];
+            first = a.first[i];
+        }
+    }
+    panel -= first;
+    return w;
+}
+
+// ---- a stage of the pipeline
+
+// Pieces that lane g of quad q finds at its place: those of lanes t = 0..3 are in different banks.
+template <bool PAIR>
+DEVICE u32 exchange(u32 quad) {
+    return PAIR ? quad & 6 : (quad & 3) * 2;
+}
+
+// Copies `bytes` (a multiple of 16, at most 512) by the warp.
+DEVICE void copy_row(u8* to, DevicePtr from, u32 bytes, int lane) {
+    if (lane * 16 < bytes) copy_async_16(to + lane * 16, (const u8*)from + lane * 16, true);
+}
+
+// A place among the columns of a weight, and where it lies in its fold and group.
+struct Place {
+    u32 column, in_fold, in_group, group;
+};
+
+DEVICE Place place_at(const WeightRef& w, u32 column) {
+    Place p;
+    p.column = column;
+    p.group = column / w.group;
+    p.in_group = column - p.group * w.group;
+    p.in_fold = p.in_group % w.fold;
+    return p;
+}
+
+DEVICE void advance(Place& p, const WeightRef& w, u32 columns) {
+    p.column += columns, p.in_fold += columns, p.in_group += columns;
+    if (p.in_fold == w.fold) p.in_fold = 0;
+    if (p.in_group == w.group) p.in_group = 0, p.group++;
+}
+
+// Scales, zeros and minima of `columns` columns, which lie in one fold: zero codes if they begin it, the rest if they
+// end it.
+template <int CODE>
+DEVICE void copy_grid(const LinearArgs& a, const WeightRef& w, u8* stage, int slot, u32 panel, const Place& at,
+                      u32 columns, int lane) {
+    const bool ends = at.in_fold + columns == w.fold;
+    const size_t cell = (size_t)panel * w.groups + at.group;
+    if (at.in_fold == 0 && w.zero == ZERO_CODE) {
+        const u32 bytes = CODE == CODE_INT4 ? 32 : 64;
+        copy_row(stage + a.at_zeros + slot * bytes, w.zeros + cell * bytes, bytes, lane);
+    }
+    if (!ends) return;
+    const u32 bytes = w.scale == SCALE_F32 ? 256 : w.scale == SCALE_NESTED ? 64 : 128;
+    copy_row(stage + a.at_scales + slot * bytes, w.scales + cell * bytes, bytes, lane);
+    if (w.zero == ZERO_MIN) copy_row(stage + a.at_zeros + slot * bytes, w.zeros + cell * bytes, bytes, lane);
+    if (w.scale == SCALE_NESTED) {
+        const u32 row = w.zero == ZERO_MIN ? 256 : 128;
+        const size_t super = (size_t)panel * w.row_supers + at.column / SUPER_COLUMNS;
+        copy_row(stage + a.at_supers + slot * row, w.supers + super * row, row, lane);
+    }
+}
+
+// ---- sums
+
+// f32 of four scales or minima that lie together: rows `row`.. of a slot.
+DEVICE void four(float (&out)[4], const u8* slot, u32 kind, int row) {
+    if (kind == SCALE_F32) {
+        float4 v = *(const float4*)(slot + row * 4);
+        out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+    } else if (kind == SCALE_NESTED) {
+        char4 v = *(const char4*)(slot + row);
+        out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+    } else {
+        uint2 v = *(const uint2*)(slot + row * 2);
+        bool f16 = kind == SCALE_F16;
+        out[0] = f16 ? f16_to_f32((u16)v.x) : __uint_as_float(v.x << 16);
+        out[1] = f16 ? f16_to_f32((u16)(v.x >> 16)) : __uint_as_float(v.x & 0xffff0000u);
+        out[2] = f16 ? f16_to_f32((u16)v.y) : __uint_as_float(v.y << 16);
+        out[3] = f16 ? f16_to_f32((u16)(v.y >> 16)) : __uint_as_float(v.y & 0xffff0000u);
+    }
+}
+
+// Scales (or minima) of the lane's rows i = 0..3 of a half, the upper level multiplied in.
+template <int CODE>
+DEVICE void grid_four(float (&out)[4], const LinearArgs& a, const WeightRef& w, const u8* stage, int slot, int level,
+                      int half, int g) {
+    int row = row_of<CODE>(g, 0, half);
+    u32 bytes = w.scale == SCALE_F32 ? 256 : w.scale == SCALE_NESTED ? 64 : 128;
+    four(out, stage + (level ? a.at_zeros : a.at_scales) + slot * bytes, w.scale, row);
+    if (w.scale == SCALE_NESTED) {
+        float d[4];
+        u32 bytes = w.zero == ZERO_MIN ? 256 : 128;
+        four(d, stage + a.at_supers + slot * bytes + level * 128, SCALE_F16, row);
+#pragma unroll
+        for (int i = 0; i < 4; i++) out[i] *= d[i];
+    }
+}
+
+template <int CODE>
+DEVICE void load_zeros(u32 (&zero)[4][2], const LinearArgs& a, const u8* stage, int slot, int g) {
+    u32 low, high;
+    if (CODE == CODE_INT4) {
+        u32 word = *(const u32*)(stage + a.at_zeros + slot * 32 + g * 4);
+        low = word & 0x0f0f0f0fu, high = word >> 4 & 0x0f0f0f0fu;
+    } else {
+        low = *(const u32*)(stage + a.at_zeros + slot * 64 + g * 4);
+        high = *(const u32*)(stage + a.at_zeros + slot * 64 + 32 + g * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        zero[i][0] = zero_word<CODE>(low >> (8 * i) & 0xff, 0);
+        zero[i][1] = zero_word<CODE>(high >> (8 * i) & 0xff, 1);
+    }
+}
+
+// The output of a row and a token once all columns are in.
+DEVICE void put(const LinearArgs& a, u32 token, u32 column, float y) {
+    y *= ((const float*)a.factors)[token];
+    if (a.bias) y += ((const float*)a.bias)[a.offset + column];
+    float* to = (float*)a.to + (size_t)token * a.to_stride + a.offset + column;
+    *to = a.add ? *to + y : y;
+}
