@@ -1,33 +1,38 @@
 // Causal attention over pages of keys and values, query heads grouped by the key/value head that they share.
 //
 // A vector is one query head of one row; the vectors of a chunk and a key/value head are numbered row by row, so that
-// a tile of 64 of them, 16 to a warp, is full whatever the group. Work is a list of (tile, key/value head, split)
-// that the host wrote to device memory (kernels/src/cuda/batch.rs): splits lie at absolute multiples of 256 tokens.
-// Inside a split the softmax is online over steps of STEP keys, which lie at absolute multiples of STEP; splits are
-// folded from left to right, by the block that has all of them or by `merge`. What a vector gets depends on its own
-// position and window only: steps and splits of which it sees nothing leave every bit as it is.
+// tiles of them are full whatever the group. Work is a list of (tile, split), for each key/value head, that the host
+// wrote to device memory (kernels/src/cuda/batch.rs): splits lie at absolute multiples of 256 tokens. Inside a split the
+// softmax is online over steps of STEP keys, which lie at absolute multiples of STEP; splits are folded from left to
+// right, by the block that has all of them or by `merge`. What a vector gets depends on its own position and window
+// only: steps and splits of which it sees nothing leave every bit as it is.
 //
-// Tensor cores (m16n8k16, f16 in, f32 sums): S = Q K^T, then O += P V and, with a column of ones, l += P 1. The layouts
-// of accumulators and of the left operand are such that P never leaves the registers (as in FlashAttention-2). Queries
+// Tensor cores (m16n8k16, f16 in, f32 sums): S = Q K^T, then O += P V and, with a column of ones, l += P 1. Queries
 // become f16 under a power of two per vector. int8 keys are exact integers in f16, their scales multiply the scores;
-// int8 values become f16 under their scales.
+// int8 values become f16 under their scales. Two ways to cut a step, which do the same operations in the same order:
+// - wide, for many rows: 64 vectors, 16 to a warp, which has all keys and columns. The layouts of accumulators and of
+//   the left operand are such that P never leaves the registers (as in FlashAttention-2).
+// - narrow, for few: 16 vectors; the four warps share the keys of S and the columns of O, and P goes by shared memory.
+//   Four times as fast for one tile, which is what a lone sequence waits for.
 //
 // Bound by the bytes of keys and values where rows are few, by tensor cores where they are many. head_dim: any
 // multiple of 8 up to 256, padded with zeros to D = 32, 64, 128 or 256.
 #include "gpu.h"
+#include "acts.h"
 #include "pool.h"
 
 #define SPLIT 256
 #define WARPS 4
 #define THREADS (32 * WARPS)
 // Vectors of a tile.
-#define VECTORS (16 * WARPS)
+#define WIDE (16 * WARPS)
+#define NARROW 16
 #define NONE 0xffffffffu
 #define LOG2E 1.4426950408889634f
 
 // ---- what the host wrote: words, of which the first say where the others are
 
-// Word 0: rows. Word 1: where the chunk of each row is. From word 4 on, four words per kind of layer: tiles, where
+// Word 0: rows. Word 1: where the chunk of each row is. Word 2: vectors of a tile. From word 4 on, four words per kind of layer: tiles, where
 // they are, where the chunks are, unused. All begin at multiples of four words.
 struct __align__(16) Chunk {
     u32 first;     // row of the step
@@ -42,7 +47,7 @@ struct __align__(16) Chunk {
 
 struct __align__(16) Tile {
     u32 chunk;
-    u32 vector;  // first of up to 64
+    u32 vector;  // its first
     u32 split;   // NONE: all, folded into slot 0
     u32 unused;
 };
@@ -123,14 +128,14 @@ DEVICE uint2 codes_to_f16(u32 codes) {
 
 // ---- steps of keys and values on their way to shared memory
 
-// Shared memory of a block. Rows are padded by 16 bytes, so that the eight rows of a matrix lie in different banks.
+// A step. Rows are padded by 16 bytes, so that the eight rows of a matrix lie in different banks.
 template <int D>
 struct Shape {
     static constexpr int STEP = D <= 128 ? 32 : 16;
     static constexpr int ROW = D + 8;
     // Elements of the keys (or the values) of a step.
     static constexpr int PART = STEP * ROW;
-    // Queries that do not fit into registers stay in shared memory.
+    // Queries of a wide tile that do not fit into registers stay in shared memory.
     static constexpr bool SPILL = D > 128;
     // Codes of the next step wait in registers while this one is computed, where there are any left.
     static constexpr bool AHEAD = D <= 128;
@@ -215,151 +220,24 @@ DEVICE void store_step_int8(u16* stage, float* scales, const Codes<D>& from, u32
     }
 }
 
-// ---- a warp: 16 vectors against steps of keys
-
-// Lane l, g = l / 4, t = l % 4, holds for vectors g and g + 8 (i = 0, 1) the columns 8j + 2t, 8j + 2t + 1.
+// Fills columns that no head has: they are zero in both factors of every product.
 template <int D>
-struct Warp {
-    u32 q[Shape<D>::SPILL ? 1 : D / 16][4];  // left operands
-    float o[D / 8][4];                       // sums of weighted values
-    float l[4];                              // sums of weights: 0 and 2 are those of i = 0, 1
-    float m[2];                              // largest scores
-    float scale[2];                          // of scores, and to powers of two
-    u32 first[2], last[2];                   // keys seen; first > last: none
-};
-
-template <int D>
-DEVICE void clear(Warp<D>& w) {
-#pragma unroll
-    for (int j = 0; j < D / 8; j++) w.o[j][0] = w.o[j][1] = w.o[j][2] = w.o[j][3] = 0.0f;
-    w.l[0] = w.l[1] = w.l[2] = w.l[3] = 0.0f;
-    w.m[0] = w.m[1] = -INFINITY;
-}
-
-// One step of keys `first..` in `stage`; `scales`: of int8 keys, or null. `q` holds the warp's queries where they do
-// not fit into registers.
-template <int D, bool CODES>
-DEVICE void step(Warp<D>& w, const u16* stage, const float* scales, const u16* q, u32 first) {
-    using S = Shape<D>;
-    u32 lane = threadIdx.x % 32, t = lane % 4, matrix = lane / 8, r = lane % 8;
-    float s[S::STEP / 8][4];
-#pragma unroll
-    for (int j = 0; j < S::STEP / 8; j++) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
-#pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-        u32 a[4];
-        if (S::SPILL) {
-            load_matrices(a, q + (matrix % 2 * 8 + r) * S::ROW + 16 * k + matrix / 2 * 8);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; i++) a[i] = w.q[k][i];
-        }
-#pragma unroll
-        for (int j = 0; j < S::STEP / 16; j++) {
-            u32 b[4];
-            load_matrices(b, stage + (16 * j + matrix / 2 * 8 + r) * S::ROW + 16 * k + matrix % 2 * 8);
-            mma_f16(s[2 * j], a[0], a[1], a[2], a[3], b[0], b[1]);
-            mma_f16(s[2 * j + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-        }
-    }
-    // Scores as powers of two; those of keys that are not seen are -inf, whatever was read for them.
-    float most[2] = {w.m[0], w.m[1]};
-#pragma unroll
-    for (int j = 0; j < S::STEP / 8; j++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            u32 key = first + 8 * j + 2 * t + e % 2;
-            float x = CODES ? s[j][e] * scales[8 * j + 2 * t + e % 2] * w.scale[e / 2] : s[j][e] * w.scale[e / 2];
-            s[j][e] = key >= w.first[e / 2] && key <= w.last[e / 2] ? x : -INFINITY;
-            most[e / 2] = fmaxf(most[e / 2], s[j][e]);
-        }
-    }
-    float old[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        most[i] = fmaxf(most[i], __shfl_xor_sync(FULL, most[i], 1));
-        most[i] = fmaxf(most[i], __shfl_xor_sync(FULL, most[i], 2));
-        old[i] = exp2_fast(w.m[i] - finite(most[i]));
-        w.m[i] = most[i];
-        most[i] = finite(most[i]);
-    }
-    // A factor of one changes nothing, and mostly all are one.
-    if (__any_sync(FULL, old[0] != 1.0f || old[1] != 1.0f)) {
-#pragma unroll
-        for (int j = 0; j < D / 8; j++) {
-            w.o[j][0] *= old[0];
-            w.o[j][1] *= old[0];
-            w.o[j][2] *= old[1];
-            w.o[j][3] *= old[1];
-        }
-        w.l[0] *= old[0];
-        w.l[2] *= old[1];
-    }
-    const u16* values = stage + S::PART;
-#pragma unroll
-    for (int k = 0; k < S::STEP / 16; k++) {
-        u32 a[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float* x = &s[2 * k + i / 2][i % 2 * 2];
-            a[i] = f32_to_f16x2(exp2_fast(x[0] - most[i % 2]), exp2_fast(x[1] - most[i % 2]));
-        }
-        mma_f16(w.l, a[0], a[1], a[2], a[3], 0x3c003c00u, 0x3c003c00u);
-#pragma unroll
-        for (int n = 0; n < D / 16; n++) {
-            u32 b[4];
-            load_matrices_turned(b, values + (16 * k + matrix % 2 * 8 + r) * S::ROW + 16 * n + matrix / 2 * 8);
-            mma_f16(w.o[2 * n], a[0], a[1], a[2], a[3], b[0], b[1]);
-            mma_f16(w.o[2 * n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-        }
+DEVICE void clear_padding(u16* stages, u32 rows, u32 d) {
+    for (u32 i = threadIdx.x; i < rows * (D - d); i += THREADS) {
+        stages[i / (D - d) * Shape<D>::ROW + d + i % (D - d)] = 0;
     }
 }
 
-// ---- a block: a tile of vectors
+// ---- vectors
 
-// Where the result of a vector goes.
-struct Places {
-    u64 at[2];      // (row, slot, head), counted; of vectors that are none: ~0
-    float m[2], l[2];  // what is there already
-    bool any;
-};
-
-// Adds a split to what is there.
+// The queries of vectors `vector..vector + count` of `all`, one after the other, as f16 to shared memory, rows of
+// `Shape::ROW`, under powers of two whose inverses go to `factors`; zeros for what is none.
 template <int D>
-DEVICE void put(const Attend& p, const Warp<D>& w, Places& to) {
-    u32 t = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        if (to.at[i] == ~0ull) continue;
-        float* out = p.out + to.at[i] * p.d + 2 * t;
-        float2 factors = make_float2(0.0f, 1.0f);
-        if (to.any) factors = fold_factors(to.m[i], w.m[i]);
-        else to.m[i] = w.m[i];
-        to.l[i] = to.any ? fold(factors, to.l[i], w.l[2 * i]) : w.l[2 * i];
-#pragma unroll
-        for (int j = 0; j < D / 8; j++) {
-            if (8 * j >= p.d) continue;
-            float2 v = make_float2(w.o[j][2 * i], w.o[j][2 * i + 1]);
-            if (to.any) {
-                float2 before = *(const float2*)(out + 8 * j);
-                v = make_float2(fold(factors, before.x, v.x), fold(factors, before.y, v.y));
-            }
-            *(float2*)(out + 8 * j) = v;
-        }
-        if (t == 0) p.states[to.at[i]] = make_float2(to.m[i], to.l[i]);
-    }
-    to.any = true;
-}
-
-// The queries of this warp, vectors `vector..` of `all`, as f16 to shared memory, rows of `Shape::ROW`, under powers of
-// two; zeros for what is none. Lane i keeps the inverse of the factor of vector i in its result.
-template <int D>
-DEVICE float load_queries(const Attend& p, const Chunk& c, u32 kv_head, u32 vector, u32 all, u16* to) {
-    using S = Shape<D>;
+DEVICE void load_queries(const Attend& p, const Chunk& c, u32 kv_head, u32 vector, u32 count, u32 all, u16* to,
+                         float* factors) {
     u32 lane = threadIdx.x % 32, group = p.heads / p.kv_heads;
-    float mine = 0.0f;
 #pragma unroll 1
-    for (u32 i = 0; i < 16; i++) {
+    for (u32 i = 0; i < count; i++) {
         u32 v = vector + i;
         u64 row = c.first + v / group;
         const float* from = p.qkv + (row * (p.heads + 2 * p.kv_heads) + kv_head * group + v % group) * p.d;
@@ -369,82 +247,245 @@ DEVICE float load_queries(const Attend& p, const Chunk& c, u32 kv_head, u32 vect
         for (int j = 0; j < D / 32; j++) {
             u32 column = lane + 32 * j;
             x[j] = v < all && column < p.d ? from[column] : 0.0f;
-            most = max(most, __float_as_uint(x[j]) & 0x7fffffffu);
+            most = max(most, magnitude(x[j]));
         }
-        most = __reduce_max_sync(FULL, most);
-        // To [2^8, 2^9), as in acts.h.
-        int e = max((int)(most >> 23) - 127, -100);
-        bool number = most < 0x7f800000u;
-        float up = number ? __uint_as_float((u32)(135 - e) << 23) : 0.0f;
-        if (lane == i) mine = number ? __uint_as_float((u32)(119 + e) << 23) : __uint_as_float(0x7fc00000u);
+        float up, factor;
+        row_factor(__reduce_max_sync(FULL, most), up, factor);
+        if (lane == 0) factors[i] = factor;
 #pragma unroll
-        for (int j = 0; j < D / 32; j++) to[i * S::ROW + lane + 32 * j] = number ? f32_to_f16(x[j] * up) : 0;
+        for (int j = 0; j < D / 32; j++) {
+            to[i * Shape<D>::ROW + lane + 32 * j] = up != 0.0f ? f32_to_f16(x[j] * up) : 0;
+        }
     }
-    __syncwarp();
-    return mine;
 }
 
+// What a lane keeps of the two vectors that it has columns of: g = l / 4 and g + 8 (i = 0, 1) of 16.
+struct Vectors {
+    float m[2];              // largest scores so far
+    float scale[2];          // of scores, and to powers of two
+    u32 first[2], last[2];   // keys seen; first > last: none
+    u64 at[2];               // (row, slot, head) of the result, counted; ~0: none
+    float put_m[2], put_l[2];  // what is there already, if `any`
+    bool any;
+};
+
+DEVICE Vectors vectors_of(const Attend& p, const Chunk& c, const Tile& tile, u32 kv_head, u32 vector, u32 all,
+                          const float* factors) {
+    Vectors r;
+    r.any = false;
+    u32 g = threadIdx.x % 32 / 4, group = p.heads / p.kv_heads;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u32 v = vector + g + 8 * i, row = v / group, pos = c.start + row;
+        bool there = v < all;
+        r.scale[i] = factors[g + 8 * i] * (p.scale * LOG2E);
+        r.first[i] = there ? first_seen(pos, p.window) : 1;
+        r.last[i] = there ? pos : 0;
+        u64 slot = (u64)c.partials + (u64)row * c.slots + (tile.split == NONE ? 0 : tile.split - c.split);
+        r.at[i] = there ? slot * p.heads + kv_head * group + v % group : ~0ull;
+        r.m[i] = -INFINITY;
+        r.put_m[i] = r.put_l[i] = 0.0f;
+    }
+    return r;
+}
+
+// A score as a power of two; -inf, whatever was read for the key, where the vector does not see it.
+template <bool CODES>
+DEVICE float score(const Vectors& v, int i, u32 key, float x, const float* scale) {
+    x = CODES ? x * *scale * v.scale[i] : x * v.scale[i];
+    return key >= v.first[i] && key <= v.last[i] ? x : -INFINITY;
+}
+
+// Takes new maxima: factors for what was summed under the old ones.
+DEVICE void take_maxima(Vectors& v, const float (&most)[2], float (&old)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        old[i] = exp2_fast(v.m[i] - finite(most[i]));
+        v.m[i] = most[i];
+    }
+}
+
+DEVICE float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL, x, 2));
+}
+
+// Sums of weighted values in N tiles of 8 columns (lane l, t = l % 4: columns 2t and 2t + 1 of each), and of weights in
+// elements 0 and 2 of `l`.
+template <int N>
+struct Sums {
+    float o[N][4];
+    float l[4];
+};
+
+template <int N>
+DEVICE void clear(Sums<N>& s) {
+#pragma unroll
+    for (int j = 0; j < N; j++) s.o[j][0] = s.o[j][1] = s.o[j][2] = s.o[j][3] = 0.0f;
+    s.l[0] = s.l[1] = s.l[2] = s.l[3] = 0.0f;
+}
+
+template <int N>
+DEVICE void rescale(Sums<N>& s, const float (&old)[2]) {
+    // A factor of one changes nothing, and mostly all are one.
+    if (!__any_sync(FULL, old[0] != 1.0f || old[1] != 1.0f)) return;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        s.o[j][0] *= old[0];
+        s.o[j][1] *= old[0];
+        s.o[j][2] *= old[1];
+        s.o[j][3] *= old[1];
+    }
+    s.l[0] *= old[0];
+    s.l[2] *= old[1];
+}
+
+// Adds a split to what is there, and begins anew. `column` is that of the first tile.
+template <int N>
+DEVICE void put(const Attend& p, Sums<N>& s, Vectors& v, u32 column, bool state) {
+    u32 t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (v.at[i] == ~0ull) continue;
+        float* out = p.out + v.at[i] * p.d + column + 2 * t;
+        float2 factors = make_float2(0.0f, 1.0f);
+        if (v.any) factors = fold_factors(v.put_m[i], v.m[i]);
+        else v.put_m[i] = v.m[i];
+        v.put_l[i] = v.any ? fold(factors, v.put_l[i], s.l[2 * i]) : s.l[2 * i];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            if (column + 8 * j >= p.d) continue;
+            float2 x = make_float2(s.o[j][2 * i], s.o[j][2 * i + 1]);
+            if (v.any) {
+                float2 before = *(const float2*)(out + 8 * j);
+                x = make_float2(fold(factors, before.x, x.x), fold(factors, before.y, x.y));
+            }
+            *(float2*)(out + 8 * j) = x;
+        }
+        if (state && t == 0) p.states[v.at[i]] = make_float2(v.put_m[i], v.put_l[i]);
+    }
+    v.any = true;
+    v.m[0] = v.m[1] = -INFINITY;
+    clear(s);
+}
+
+#define ONES 0x3c003c00u
+
+// ---- wide
+
+// One step of keys `first..` in `stage`, for a warp; `scales`: of int8 keys. `q`: left operands in registers, or, where
+// they do not fit, `queries` in shared memory.
 template <int D, bool CODES>
-DEVICE void attend_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* shared) {
+DEVICE void wide_step(Vectors& v, Sums<D / 8>& sums, const u32 (&q)[Shape<D>::SPILL ? 1 : D / 16][4],
+                      const u16* queries, const u16* stage, const float* scales, u32 first) {
     using S = Shape<D>;
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-    const Chunk c = chunks_of(p)[tile.chunk];
-    u32 group = p.heads / p.kv_heads, all = c.rows * group;
-    u32 row_from = tile.vector / group, row_last = (min(all, tile.vector + VECTORS) - 1) / group;
+    u32 lane = threadIdx.x % 32, t = lane % 4, matrix = lane / 8, r = lane % 8;
+    float s[S::STEP / 8][4];
+#pragma unroll
+    for (int j = 0; j < S::STEP / 8; j++) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+        u32 a[4];
+        if (S::SPILL) {
+            load_matrices(a, queries + (matrix % 2 * 8 + r) * S::ROW + 16 * k + matrix / 2 * 8);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[i] = q[k][i];
+        }
+#pragma unroll
+        for (int j = 0; j < S::STEP / 16; j++) {
+            u32 b[4];
+            load_matrices(b, stage + (16 * j + matrix / 2 * 8 + r) * S::ROW + 16 * k + matrix % 2 * 8);
+            mma_f16(s[2 * j], a[0], a[1], a[2], a[3], b[0], b[1]);
+            mma_f16(s[2 * j + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        }
+    }
+    float most[2] = {v.m[0], v.m[1]}, old[2];
+#pragma unroll
+    for (int j = 0; j < S::STEP / 8; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            u32 column = 8 * j + 2 * t + e % 2;
+            s[j][e] = score<CODES>(v, e / 2, first + column, s[j][e], scales + column);
+            most[e / 2] = fmaxf(most[e / 2], s[j][e]);
+        }
+    }
+    most[0] = quad_max(most[0]);
+    most[1] = quad_max(most[1]);
+    take_maxima(v, most, old);
+    rescale(sums, old);
+    const u16* values = stage + S::PART;
+#pragma unroll
+    for (int k = 0; k < S::STEP / 16; k++) {
+        u32 a[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float* x = &s[2 * k + i / 2][i % 2 * 2];
+            a[i] = f32_to_f16x2(exp2_fast(x[0] - finite(most[i % 2])), exp2_fast(x[1] - finite(most[i % 2])));
+        }
+        mma_f16(sums.l, a[0], a[1], a[2], a[3], ONES, ONES);
+#pragma unroll
+        for (int n = 0; n < D / 16; n++) {
+            u32 b[4];
+            load_matrices_turned(b, values + (16 * k + matrix % 2 * 8 + r) * S::ROW + 16 * n + matrix / 2 * 8);
+            mma_f16(sums.o[2 * n], a[0], a[1], a[2], a[3], b[0], b[1]);
+            mma_f16(sums.o[2 * n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        }
+    }
+}
+
+// Keys that a tile of vectors `from..to` of a chunk sees, and where they lie.
+DEVICE Span span_of(const Attend& p, const Chunk& c, const Tile& tile, u32 kv_head, u32 to) {
+    u32 group = p.heads / p.kv_heads;
     Span span;
     span.table = p.batch + c.table;
     span.base = p.pool.base + kv_head * p.pool.head;
     span.block = p.pool.block;
     span.d = p.d;
-    span.from = first_seen(c.start + row_from, p.window);
-    span.to = c.start + row_last + 1;
+    span.from = first_seen(c.start + tile.vector / group, p.window);
+    span.to = c.start + (to - 1) / group + 1;
     if (tile.split != NONE) {
         span.from = max(span.from, tile.split * SPLIT);
         span.to = min(span.to, tile.split * SPLIT + SPLIT);
     }
+    return span;
+}
+
+// Shared memory of a wide block: two stages, factors of queries, two stages of scales, queries that stay. The host
+// knows its size (kernels/src/cuda/attend.rs).
+template <int D, bool CODES>
+DEVICE void wide_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* shared) {
+    using S = Shape<D>;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const Chunk c = chunks_of(p)[tile.chunk];
+    u32 all = c.rows * (p.heads / p.kv_heads);
+    Span span = span_of(p, c, tile, kv_head, min(all, tile.vector + WIDE));
     u16* stages = shared;
-    float* scales = (float*)(shared + 4 * S::PART);
-    u16* queries = S::SPILL ? shared + 4 * S::PART + 4 * S::STEP : stages;
-    queries += warp * 16 * S::ROW;
+    float* factors = (float*)(shared + 4 * S::PART);
+    float* scales = factors + WIDE;
+    u16* queries = (S::SPILL ? (u16*)(scales + 2 * S::STEP) : stages) + warp * 16 * S::ROW;
 
     // Everybody is done with what was here before.
     __syncthreads();
-    Warp<D> w;
-    Places to;
-    to.any = false;
     u32 vector = tile.vector + warp * 16;
-    bool busy = vector < all;
-    float factor = load_queries<D>(p, c, kv_head, vector, all, queries);
+    load_queries<D>(p, c, kv_head, vector, 16, all, queries, factors + warp * 16);
+    __syncwarp();
+    u32 q[S::SPILL ? 1 : D / 16][4];
     if (!S::SPILL) {
 #pragma unroll
         for (int k = 0; k < D / 16; k++) {
-            load_matrices(w.q[k], queries + (lane / 8 % 2 * 8 + lane % 8) * S::ROW + 16 * k + lane / 16 * 8);
+            load_matrices(q[k], queries + (lane / 8 % 2 * 8 + lane % 8) * S::ROW + 16 * k + lane / 16 * 8);
         }
     }
-    u32 seen_first = NONE, seen_last = 0;  // of the warp
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u32 v = vector + g + 8 * i, row = v / group, pos = c.start + row;
-        bool there = v < all;
-        w.scale[i] = __shfl_sync(FULL, factor, g + 8 * i) * (p.scale * LOG2E);
-        w.first[i] = there ? first_seen(pos, p.window) : 1;
-        w.last[i] = there ? pos : 0;
-        u64 slot = (u64)c.partials + (u64)row * c.slots + (tile.split == NONE ? 0 : tile.split - c.split);
-        to.at[i] = there ? slot * p.heads + kv_head * group + v % group : ~0ull;
-        to.m[i] = to.l[i] = 0.0f;
-        if (there) {
-            seen_first = min(seen_first, w.first[i]);
-            seen_last = max(seen_last, pos);
-        }
-    }
-    seen_first = __reduce_min_sync(FULL, seen_first);
-    seen_last = __reduce_max_sync(FULL, seen_last);
+    Vectors v = vectors_of(p, c, tile, kv_head, vector, all, factors + warp * 16);
+    // Of the warp; steps outside do nothing.
+    u32 seen_first = __reduce_min_sync(FULL, min(v.first[0] > v.last[0] ? NONE : v.first[0],
+                                                 v.first[1] > v.last[1] ? NONE : v.first[1]));
+    u32 seen_last = __reduce_max_sync(FULL, max(v.last[0], v.last[1]));
     __syncthreads();
-    // Columns that no head has are zero in both factors of every product.
-    for (u32 i = threadIdx.x; i < 4 * S::STEP * (D - p.d); i += THREADS) {
-        stages[i / (D - p.d) * S::ROW + p.d + i % (D - p.d)] = 0;
-    }
-    clear(w);
+    clear_padding<D>(stages, 4 * S::STEP, p.d);
+    Sums<D / 8> sums;
+    clear(sums);
 
     u32 first = span.from / S::STEP * S::STEP, stage = 0;
     Codes<D> codes;
@@ -466,39 +507,196 @@ DEVICE void attend_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* sha
             if (!CODES) load_step_f16<D>(next, span, first + S::STEP);
         }
         if (!CODES) copy_commit();
-        if (busy && first <= seen_last && first + S::STEP > seen_first) {
-            step<D, CODES>(w, stages + stage * 2 * S::PART, scales + stage * S::STEP, queries, first);
+        if (vector < all && first <= seen_last && first + S::STEP > seen_first) {
+            wide_step<D, CODES>(v, sums, q, queries, stages + stage * 2 * S::PART, scales + stage * S::STEP, first);
         }
         if (CODES && more) {
             if (!S::AHEAD) load_step_int8<D>(codes, span, first + S::STEP);
             store_step_int8<D>(next, scales + (stage ^ 1) * S::STEP, codes, p.d);
         }
-        if ((first + S::STEP) % SPLIT == 0 || !more) {
-            put(p, w, to);
-            clear(w);
+        if ((first + S::STEP) % SPLIT == 0 || !more) put(p, sums, v, 0, true);
+    }
+}
+
+// ---- narrow
+
+// Steps on their way; of int8 the next one waits in registers.
+template <bool CODES>
+struct Depth {
+    static constexpr int STAGES = CODES ? 2 : 4;
+};
+
+// What the warps of a narrow block tell each other.
+template <int D>
+struct Exchange {
+    static constexpr int ROW = Shape<D>::STEP + 8;
+    u16 p[NARROW * ROW];            // weights of a step
+    float most[WARPS][NARROW];      // largest scores of each warp's keys
+    float factors[NARROW];          // of queries
+};
+
+template <int D, bool CODES>
+DEVICE void narrow_step(Vectors& v, Sums<D / 32>& sums, const u32 (&q)[D / 16][4], Exchange<D>& x, const u16* stage,
+                        const float* scales, u32 first) {
+    using S = Shape<D>;
+    constexpr int ROW = Exchange<D>::ROW;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, matrix = lane / 8, r = lane % 8;
+    float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    u32 column = 8 * warp + 2 * t;
+    // A warp has eight keys; of 16 only two warps have some.
+    bool keys = 8 * warp < S::STEP;
+    if (keys) {
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+            u32 b[4];
+            load_matrices(b, stage + (8 * warp + r) * S::ROW + 32 * k + matrix * 8);
+            mma_f16(s, q[2 * k][0], q[2 * k][1], q[2 * k][2], q[2 * k][3], b[0], b[1]);
+            mma_f16(s, q[2 * k + 1][0], q[2 * k + 1][1], q[2 * k + 1][2], q[2 * k + 1][3], b[2], b[3]);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            s[e] = score<CODES>(v, e / 2, first + column + e % 2, s[e], scales + column + e % 2);
+        }
+        float top = quad_max(fmaxf(s[0], s[1])), bottom = quad_max(fmaxf(s[2], s[3]));
+        if (t == 0) {
+            x.most[warp][g] = top;
+            x.most[warp][g + 8] = bottom;
+        }
+    }
+    __syncthreads();
+    float most[2] = {v.m[0], v.m[1]}, old[2];
+#pragma unroll
+    for (int w = 0; w < S::STEP / 8; w++) {
+        most[0] = fmaxf(most[0], x.most[w][g]);
+        most[1] = fmaxf(most[1], x.most[w][g + 8]);
+    }
+    take_maxima(v, most, old);
+    if (keys) {
+        *(u32*)(x.p + g * ROW + column) =
+            f32_to_f16x2(exp2_fast(s[0] - finite(most[0])), exp2_fast(s[1] - finite(most[0])));
+        *(u32*)(x.p + (g + 8) * ROW + column) =
+            f32_to_f16x2(exp2_fast(s[2] - finite(most[1])), exp2_fast(s[3] - finite(most[1])));
+    }
+    __syncthreads();
+    rescale(sums, old);
+    u32 a[S::STEP / 16][4];
+#pragma unroll
+    for (int k = 0; k < S::STEP / 16; k++) {
+        load_matrices(a[k], x.p + (matrix % 2 * 8 + r) * ROW + 16 * k + matrix / 2 * 8);
+        mma_f16(sums.l, a[k][0], a[k][1], a[k][2], a[k][3], ONES, ONES);
+    }
+    const u16* values = stage + S::PART + warp * (D / 4);
+    if (S::STEP == 32) {
+#pragma unroll
+        for (int n = 0; n < D / 32; n++) {
+            u32 b[4];
+            load_matrices_turned(b, values + (8 * matrix + r) * S::ROW + 8 * n);
+            mma_f16(sums.o[n], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
+            mma_f16(sums.o[n], a[S::STEP / 16 - 1][0], a[S::STEP / 16 - 1][1], a[S::STEP / 16 - 1][2],
+                    a[S::STEP / 16 - 1][3], b[2], b[3]);
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < D / 64; n++) {
+            u32 b[4];
+            load_matrices_turned(b, values + (matrix % 2 * 8 + r) * S::ROW + 16 * n + matrix / 2 * 8);
+            mma_f16(sums.o[2 * n], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
+            mma_f16(sums.o[2 * n + 1], a[0][0], a[0][1], a[0][2], a[0][3], b[2], b[3]);
         }
     }
 }
 
+// Shared memory of a narrow block: its stages, their scales, `Exchange`.
 template <int D, bool CODES>
+DEVICE void narrow_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* shared) {
+    using S = Shape<D>;
+    constexpr int STAGES = Depth<CODES>::STAGES;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const Chunk c = chunks_of(p)[tile.chunk];
+    u32 all = c.rows * (p.heads / p.kv_heads);
+    Span span = span_of(p, c, tile, kv_head, min(all, tile.vector + NARROW));
+    float* scales = (float*)(shared + STAGES * 2 * S::PART);
+    Exchange<D>& x = *(Exchange<D>*)(scales + STAGES * S::STEP);
+
+    __syncthreads();
+    u32 mine = warp * (NARROW / WARPS);
+    load_queries<D>(p, c, kv_head, tile.vector + mine, NARROW / WARPS, all, shared + mine * S::ROW, x.factors + mine);
+    __syncthreads();
+    u32 q[D / 16][4];
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+        load_matrices(q[k], shared + (lane / 8 % 2 * 8 + lane % 8) * S::ROW + 16 * k + lane / 16 * 8);
+    }
+    Vectors v = vectors_of(p, c, tile, kv_head, tile.vector, all, x.factors);
+    __syncthreads();
+    clear_padding<D>(shared, 2 * STAGES * S::STEP, p.d);
+    Sums<D / 32> sums;
+    clear(sums);
+
+    u32 first = span.from / S::STEP * S::STEP, stage = 0;
+    Codes<D> codes;
+    if (CODES) {
+        load_step_int8<D>(codes, span, first);
+        store_step_int8<D>(shared, scales, codes, p.d);
+    } else {
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; i++) {
+            if (first + i * S::STEP < span.to) load_step_f16<D>(shared + i * 2 * S::PART, span, first + i * S::STEP);
+            copy_commit();
+        }
+    }
+    for (; first < span.to; first += S::STEP, stage = (stage + 1) % STAGES) {
+        if (!CODES) copy_wait<STAGES - 2>();
+        __syncthreads();
+        bool more = first + S::STEP < span.to;
+        u32 ahead = first + (STAGES - 1) * S::STEP, next = (stage + STAGES - 1) % STAGES;
+        if (CODES && more) load_step_int8<D>(codes, span, ahead);
+        if (!CODES && ahead < span.to) load_step_f16<D>(shared + next * 2 * S::PART, span, ahead);
+        if (!CODES) copy_commit();
+        narrow_step<D, CODES>(v, sums, q, x, shared + stage * 2 * S::PART, scales + stage * S::STEP, first);
+        if (CODES && more) store_step_int8<D>(shared + next * 2 * S::PART, scales + next * S::STEP, codes, p.d);
+        if ((first + S::STEP) % SPLIT == 0 || !more) put(p, sums, v, warp * (D / 4), warp == 0);
+    }
+}
+
+// The host has cut this step for the other kernel: a graph was recorded for another kind of step.
+DEVICE void check_cut(const Attend& p, u32 vectors) {
+    if (p.batch[2] != vectors) asm volatile("trap;");
+}
+
+template <int D, bool CODES, int VECTORS>
 DEVICE void attend(const Attend& p) {
     extern __shared__ __align__(16) u16 shared[];
+    check_cut(p, VECTORS);
     const u32* kind = p.batch + 4 + 4 * p.kind;
     const Tile* tiles = (const Tile*)(p.batch + kind[1]);
     u32 items = kind[0] * p.kv_heads;
     for (u32 i = blockIdx.x; i < items; i += gridDim.x) {
-        attend_tile<D, CODES>(p, tiles[i / p.kv_heads], i % p.kv_heads, shared);
+        const Tile tile = tiles[i / p.kv_heads];
+        if (VECTORS == WIDE) wide_tile<D, CODES>(p, tile, i % p.kv_heads, shared);
+        else narrow_tile<D, CODES>(p, tile, i % p.kv_heads, shared);
     }
 }
 
-KERNEL(THREADS) attend_f16_32(Attend p) { attend<32, false>(p); }
-KERNEL(THREADS) attend_f16_64(Attend p) { attend<64, false>(p); }
-KERNEL(THREADS) attend_f16_128(Attend p) { attend<128, false>(p); }
-KERNEL(THREADS) attend_f16_256(Attend p) { attend<256, false>(p); }
-KERNEL(THREADS) attend_int8_32(Attend p) { attend<32, true>(p); }
-KERNEL(THREADS) attend_int8_64(Attend p) { attend<64, true>(p); }
-KERNEL(THREADS) attend_int8_128(Attend p) { attend<128, true>(p); }
-KERNEL(THREADS) attend_int8_256(Attend p) { attend<256, true>(p); }
+// `blocks`: of threads that shall fit into a multiprocessor, so that the assembler does not aim at more by spilling.
+#define RESIDENT(blocks) extern "C" __global__ void __launch_bounds__(THREADS, blocks)
+
+RESIDENT(4) wide_f16_32(Attend p) { attend<32, false, WIDE>(p); }
+RESIDENT(3) wide_f16_64(Attend p) { attend<64, false, WIDE>(p); }
+RESIDENT(2) wide_f16_128(Attend p) { attend<128, false, WIDE>(p); }
+RESIDENT(2) wide_f16_256(Attend p) { attend<256, false, WIDE>(p); }
+RESIDENT(4) wide_int8_32(Attend p) { attend<32, true, WIDE>(p); }
+RESIDENT(3) wide_int8_64(Attend p) { attend<64, true, WIDE>(p); }
+RESIDENT(2) wide_int8_128(Attend p) { attend<128, true, WIDE>(p); }
+RESIDENT(2) wide_int8_256(Attend p) { attend<256, true, WIDE>(p); }
+RESIDENT(4) narrow_f16_32(Attend p) { attend<32, false, NARROW>(p); }
+RESIDENT(3) narrow_f16_64(Attend p) { attend<64, false, NARROW>(p); }
+RESIDENT(2) narrow_f16_128(Attend p) { attend<128, false, NARROW>(p); }
+RESIDENT(2) narrow_f16_256(Attend p) { attend<256, false, NARROW>(p); }
+RESIDENT(4) narrow_int8_32(Attend p) { attend<32, true, NARROW>(p); }
+RESIDENT(3) narrow_int8_64(Attend p) { attend<64, true, NARROW>(p); }
+RESIDENT(2) narrow_int8_128(Attend p) { attend<128, true, NARROW>(p); }
+RESIDENT(2) narrow_int8_256(Attend p) { attend<256, true, NARROW>(p); }
 
 // ---- the splits of a row and a head together: to f32 [m][heads * d]. Grid: m x heads. Rows of no chunk are zero.
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::{
     Args, Batch, CudaError, Device, DevicePtr, Kernel, KvPool, Pod,
     acts::{Acts, Form},
-    batch::{BLOCKS_PER_PROCESSOR, Shape},
+    batch::{BLOCKS_PER_PROCESSOR, Cut, Shape},
     kv::PoolArgs,
     ops::Ops,
     ptx,
@@ -26,7 +26,8 @@ const SIZES: [usize; 4] = [32, 64, 128, 256];
 pub struct Attend {
     device: Arc<Device>,
     /// Of f16 and int8 caches, per size.
-    tensor: [[Kernel; 4]; 2],
+    wide: [[Kernel; 4]; 2],
+    narrow: [[Kernel; 4]; 2],
     merge: Kernel,
     /// In the order of [`KvType`].
     plain: [Kernel; 3],
@@ -69,34 +70,33 @@ impl Attend {
     /// Has the driver compile it.
     pub fn new(device: &Arc<Device>) -> Result<Attend, CudaError> {
         let kernel = |name| device.kernel(&ptx::ATTEND, name);
+        let sizes = |[a, b, c, d]: [&'static str; 4]| -> Result<[Kernel; 4], CudaError> {
+            Ok([kernel(a)?, kernel(b)?, kernel(c)?, kernel(d)?])
+        };
         let attend = Attend {
             device: device.clone(),
-            tensor: [
-                [
-                    kernel("attend_f16_32")?,
-                    kernel("attend_f16_64")?,
-                    kernel("attend_f16_128")?,
-                    kernel("attend_f16_256")?,
-                ],
-                [
-                    kernel("attend_int8_32")?,
-                    kernel("attend_int8_64")?,
-                    kernel("attend_int8_128")?,
-                    kernel("attend_int8_256")?,
-                ],
+            wide: [
+                sizes(["wide_f16_32", "wide_f16_64", "wide_f16_128", "wide_f16_256"])?,
+                sizes(["wide_int8_32", "wide_int8_64", "wide_int8_128", "wide_int8_256"])?,
+            ],
+            narrow: [
+                sizes(["narrow_f16_32", "narrow_f16_64", "narrow_f16_128", "narrow_f16_256"])?,
+                sizes(["narrow_int8_32", "narrow_int8_64", "narrow_int8_128", "narrow_int8_256"])?,
             ],
             merge: kernel("merge")?,
             plain: [kernel("attend_plain_f16")?, kernel("attend_plain_f32")?, kernel("attend_plain_int8")?],
         };
-        for kernels in &attend.tensor {
-            for (kernel, size) in kernels.iter().zip(SIZES) {
-                let shared = shared(size);
-                if !kernel.allow_shared(shared)? {
-                    return Err(CudaError::Model {
-                        what: "shared memory of a block",
-                        expected: format!("at least {shared} bytes"),
-                        got: format!("{} bytes", device.info().shared),
-                    });
+        for (cut, kernels) in [(Cut::Wide, &attend.wide), (Cut::Narrow, &attend.narrow)] {
+            for (codes, kernels) in kernels.iter().enumerate() {
+                for (kernel, size) in kernels.iter().zip(SIZES) {
+                    let shared = shared(cut, size, codes == 1);
+                    if !kernel.allow_shared(shared)? {
+                        return Err(CudaError::Model {
+                            what: "shared memory of a block",
+                            expected: format!("at least {shared} bytes"),
+                            got: format!("{} bytes", device.info().shared),
+                        });
+                    }
                 }
             }
         }
@@ -138,20 +138,21 @@ impl Attend {
         };
         let attended = batch.attended.ptr();
         let mut both = Args::new().with(args).with(attended);
-        let tensor = match (to.form, kv.kind()) {
-            (Form::F16, KvType::F16) => Some(&self.tensor[0]),
-            (Form::F16, KvType::Int8) => Some(&self.tensor[1]),
-            _ => None,
-        };
-        if let Some(kernels) = tensor {
+        let codes = kv.kind() == KvType::Int8;
+        if to.form == Form::F16 && kv.kind() != KvType::F32 {
+            let kernels = match batch.cut() {
+                Cut::Wide => &self.wide[usize::from(codes)],
+                Cut::Narrow => &self.narrow[usize::from(codes)],
+            };
             let size = SIZES.iter().position(|&s| s >= head_dim).expect("a head of at most 256, as the spec says");
             let resident = BLOCKS_PER_PROCESSOR * if SIZES[size] < 128 { 2 } else { 1 };
             let grid = [resident * self.device.info().processors, 1, 1];
+            let shared = shared(batch.cut(), SIZES[size], codes);
             let mut args = Args::new().with(args);
             // SAFETY: the kernel's parameters; the caller keeps what the addresses are of (module), and the batch
             // describes rows and blocks that are there.
             unsafe {
-                self.device.launch(&kernels[size], grid, THREADS, shared(SIZES[size]), &mut args)?;
+                self.device.launch(&kernels[size], grid, THREADS, shared, &mut args)?;
                 self.device.launch(&self.merge, [m, heads, 1], MERGE_THREADS, 0, &mut both)?;
             }
         } else {
@@ -167,10 +168,16 @@ impl Attend {
     }
 }
 
-/// Bytes of dynamic shared memory for a padded head size (`Shape` of the source): two steps of keys and values, two of
-/// int8 scales, and queries where they are not held in registers.
-fn shared(size: usize) -> usize {
+/// Bytes of dynamic shared memory, as the source lays it out: stages of a step's keys and values; of wide tiles factors
+/// of queries, scales of int8 keys, and queries that are not held in registers; of narrow ones scales and `Exchange`.
+fn shared(cut: Cut, size: usize, codes: bool) -> usize {
     let (step, row) = (if size <= 128 { 32 } else { 16 }, size + 8);
-    let queries = if size <= 128 { 0 } else { 64 * row * 2 };
-    2 * 2 * step * row * 2 + 2 * step * 4 + queries
+    let stage = 2 * step * row * 2;
+    match cut {
+        Cut::Wide => 2 * stage + 64 * 4 + 2 * step * 4 + if size <= 128 { 0 } else { 64 * row * 2 },
+        Cut::Narrow => {
+            let stages = if codes { 2 } else { 4 };
+            stages * (stage + step * 4) + 16 * (step + 8) * 2 + 4 * 16 * 4 + 16 * 4
+        }
+    }
 }

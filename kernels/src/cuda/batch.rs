@@ -5,7 +5,7 @@
 //! rows, however long the contexts are. Layers that share a group size and a window share a list of tiles: a *kind*.
 //!
 //! ```text
-//! header: rows, where row_chunks are, 0, 0; per kind: tiles, where they are, where chunks are, 0
+//! header: rows, where row_chunks are, vectors of a tile, 0; per kind: tiles, where they are, where chunks are, 0
 //! places: [m]          block * 16 + slot of each row, for the append
 //! row_chunks: [m]      chunk of each row, or u32::MAX
 //! per kind: chunks [8 words each], tiles [4 words each]      (structs of kernels/cuda/attend.cu)
@@ -23,8 +23,8 @@ use super::{
 
 /// Tokens of a split, as in the source.
 pub const SPLIT: usize = 256;
-/// Vectors (row, query head) of a tile, as in the source.
-const VECTORS: usize = 64;
+/// Chunks of up to so many rows are computed in narrow tiles, if all of a step are.
+const FEW: usize = 8;
 const NONE: u32 = u32::MAX;
 
 /// What attention of a layer looks like.
@@ -51,6 +51,28 @@ impl Shape {
     }
 }
 
+/// How attention cuts a step: which kernel it needs. Both give the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Cut {
+    /// Tiles of 16 vectors (row, query head): steps of few rows per sequence, always where each has one.
+    Narrow,
+    /// Tiles of 64.
+    Wide,
+}
+
+impl Cut {
+    fn of(chunks: &[Chunk]) -> Cut {
+        if chunks.iter().all(|c| c.rows <= FEW) { Cut::Narrow } else { Cut::Wide }
+    }
+
+    fn vectors(self) -> usize {
+        match self {
+            Cut::Narrow => 16,
+            Cut::Wide => 64,
+        }
+    }
+}
+
 /// New tokens of one sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct Chunk<'a> {
@@ -73,6 +95,7 @@ pub struct Batch {
     next: usize,
     words: Buffer<u32>,
     rows: usize,
+    cut: Cut,
     /// f32 `[slots][heads * head_dim]`, of the widest layer.
     pub(super) partials: Buffer<f32>,
     /// f32 `[slots][heads][2]`.
@@ -125,6 +148,7 @@ impl Batch {
             next: 0,
             words: Buffer::new(device, "a step's blocks", len)?,
             rows,
+            cut: Cut::Narrow,
             partials: Buffer::new(device, "attention", slots * width)?,
             states: Buffer::new(device, "attention", slots * heads * 2)?,
             attended: Buffer::new(device, "attention", rows * width)?,
@@ -138,9 +162,11 @@ impl Batch {
     }
 
     /// Describes the next step to the device, in the order of the stream: rows of the chunks in order, then rows up to
-    /// `m` that belong to nobody. Returns whether the addresses changed, which makes recorded graphs useless.
+    /// `m` that belong to nobody. Returns whether the addresses changed, which makes recorded graphs useless; a graph
+    /// also serves only steps of the same [`Batch::cut`].
     pub fn set(&mut self, chunks: &[Chunk], m: usize) -> Result<bool, CudaError> {
         assert!(m <= self.rows, "{m} rows of {}", self.rows);
+        self.cut = Cut::of(chunks);
         let words = describe(&self.kinds, chunks, m, self.slots, self.device.info().processors);
         let moved = words.len() > self.words.len();
         if moved {
@@ -166,6 +192,11 @@ impl Batch {
     /// u32 `[m]`: where keys and values of each row go, for [`Ops::rope_append`](super::ops::Ops::rope_append).
     pub fn places(&self) -> DevicePtr {
         self.words.at(header(self.kinds.len()))
+    }
+
+    /// How the step is cut that was set last.
+    pub fn cut(&self) -> Cut {
+        self.cut
     }
 
     pub(super) fn words(&self) -> DevicePtr {
@@ -225,12 +256,13 @@ fn describe(kinds: &[Shape], chunks: &[Chunk], m: usize, slots: usize, processor
     words.resize(header(kinds.len()) + m, NO_PLACE);
     row_chunks.resize(m, NONE);
     align(&mut words);
-    (words[0], words[1]) = (m as u32, words.len() as u32);
+    let vectors = Cut::of(chunks).vectors();
+    (words[0], words[1], words[2]) = (m as u32, words.len() as u32, vectors as u32);
     words.append(&mut row_chunks);
     align(&mut words);
     let mut tables: Vec<usize> = vec![];
     for (kind, shape) in kinds.iter().enumerate() {
-        let (tiles, placed) = cut(shape, chunks, slots, processors);
+        let (tiles, placed) = cut(shape, chunks, vectors, slots, processors);
         words[4 + 4 * kind + 2] = words.len() as u32;
         let mut first = 0;
         for (chunk, (partials, cut)) in chunks.iter().zip(placed) {
@@ -260,13 +292,19 @@ fn align(words: &mut Vec<u32>) {
 
 /// Tiles of one kind, the costly first, and per chunk its first (row, slot) and whether its context is cut into splits:
 /// it is where a tile in front of all of it would hold everything up, and there is room. Any cut gives the same bits.
-fn cut(shape: &Shape, chunks: &[Chunk], room: usize, processors: usize) -> (Vec<Tile>, Vec<(usize, bool)>) {
+fn cut(
+    shape: &Shape,
+    chunks: &[Chunk],
+    vectors: usize,
+    room: usize,
+    processors: usize,
+) -> (Vec<Tile>, Vec<(usize, bool)>) {
     let group = shape.group();
     let keys = |chunk: &Chunk, vector: usize| {
-        let last = (chunk.rows * group).min(vector + VECTORS) - 1;
+        let last = (chunk.rows * group).min(vector + vectors) - 1;
         first_seen(chunk.start + vector / group, shape.window)..chunk.start + last / group + 1
     };
-    let whole = |chunk: &Chunk| (0..chunk.rows * group).step_by(VECTORS);
+    let whole = |chunk: &Chunk| (0..chunk.rows * group).step_by(vectors);
     let cost = |chunk: &Chunk| whole(chunk).map(|v| keys(chunk, v).len()).sum::<usize>();
     let total = chunks.iter().map(cost).sum::<usize>() * shape.kv_heads;
     let mut left: usize = chunks.iter().map(|c| c.rows).sum();
@@ -313,8 +351,8 @@ mod tests {
         let chunk = |start, rows| Chunk { start, rows, blocks: &blocks };
         let chunks = [chunk(0, 1), chunk(700, 33), chunk(255, 2), chunk(3000, 1), chunk(1, 300)];
         for shape in [shape(1, None), shape(7, None), shape(64, Some(40)), shape(4, Some(512)), shape(3, Some(1))] {
-            for (room, processors) in [(5000, 100), (337, 100), (400, 100), (5000, 1)] {
-                let (tiles, placed) = cut(&shape, &chunks, room, processors);
+            for (room, processors, vectors) in [(5000, 100, 64), (337, 100, 16), (400, 100, 64), (5000, 1, 16)] {
+                let (tiles, placed) = cut(&shape, &chunks, vectors, room, processors);
                 let mut used = 0;
                 for (chunk, (at, cut)) in chunks.iter().zip(&placed) {
                     assert_eq!(*at, used);
@@ -324,7 +362,7 @@ mod tests {
                 for (i, chunk) in chunks.iter().enumerate() {
                     for v in 0..chunk.rows * shape.group() {
                         let pos = chunk.start + v / shape.group();
-                        let of = |t: &&Tile| t.chunk == i && (t.vector..t.vector + VECTORS).contains(&v);
+                        let of = |t: &&Tile| t.chunk == i && (t.vector..t.vector + vectors).contains(&v);
                         let mut seen: Vec<_> = tiles.iter().filter(of).map(|t| t.split).collect();
                         if !placed[i].1 {
                             assert_eq!(seen, [None]);
@@ -345,10 +383,10 @@ mod tests {
     fn a_long_context_is_cut_and_many_short_ones_are_not() {
         let blocks: Vec<u32> = (0..400).collect();
         let one = [Chunk { start: 5000, rows: 1, blocks: &blocks }];
-        let (tiles, placed) = cut(&shape(4, None), &one, SLOTS, 100);
+        let (tiles, placed) = cut(&shape(4, None), &one, 16, SLOTS, 100);
         assert_eq!((tiles.len(), placed[0].1), (20, true));
         let many = [Chunk { start: 600, rows: 1, blocks: &blocks }; 300];
-        let (tiles, placed) = cut(&shape(4, None), &many, SLOTS, 100);
+        let (tiles, placed) = cut(&shape(4, None), &many, 16, SLOTS, 100);
         assert_eq!((tiles.len(), placed[7]), (300, (7, false)));
     }
 
@@ -358,7 +396,7 @@ mod tests {
         let chunks = [Chunk { start: 30, rows: 4, blocks: &a }, Chunk { start: 2, rows: 1, blocks: &b }];
         let kinds = [shape(1, None), shape(2, Some(8))];
         let w = describe(&kinds, &chunks, 6, 100, 10);
-        assert_eq!(w[0], 6);
+        assert_eq!((w[0], w[2]), (6, 16));
         let places = header(2);
         assert_eq!(w[places..places + 6], [8 * 16 + 14, 8 * 16 + 15, 7 * 16, 7 * 16 + 1, 3 * 16 + 2, NO_PLACE]);
         assert_eq!(w[w[1] as usize..w[1] as usize + 6], [0, 0, 0, 0, 1, NONE]);
