@@ -123,6 +123,11 @@ fn choose(
     choose_penalized(logits, params, position)
 }
 
+/// What is left to do for a row whose logits have their penalties and biases: [`sample`] from there on.
+pub fn finish(logits: &mut [f32], params: &SamplingParams, position: u64) -> Result<u32, SampleError> {
+    choose_penalized(logits, params, position)
+}
+
 /// What follows penalties and bias.
 fn choose_penalized(logits: &mut [f32], params: &SamplingParams, position: u64) -> Result<u32, SampleError> {
     let best =
@@ -158,8 +163,7 @@ struct Scaled {
 
 impl Scaled {
     fn new(max: f32, params: &SamplingParams) -> Scaled {
-        let floor = if params.min_p > 0.0 { params.min_p.ln() } else { f32::NEG_INFINITY };
-        Scaled { max, scale: params.scale(), floor }
+        Scaled { max, scale: params.scale(), floor: params.floor() }
     }
 
     /// NaN becomes unreachable.

@@ -53,18 +53,23 @@ impl SamplingParams {
         self.temperature < 1e-5
     }
 
+    /// Scaled logits below it are less likely than min_p asks.
+    pub(crate) fn floor(&self) -> f32 {
+        if self.min_p > 0.0 { self.min_p.ln() } else { f32::NEG_INFINITY }
+    }
+
     /// One over the temperature.
-    pub(super) fn scale(&self) -> f32 {
+    pub(crate) fn scale(&self) -> f32 {
         1.0 / self.temperature
     }
 
     /// How many tokens top-k leaves of `vocab`.
-    pub(super) fn top_k_of(&self, vocab: usize) -> usize {
+    pub(crate) fn top_k_of(&self, vocab: usize) -> usize {
         if self.top_k == 0 { vocab } else { (self.top_k as usize).min(vocab) }
     }
 
     /// Whether a penalty is on.
-    pub(super) fn penalizes(&self) -> bool {
+    pub(crate) fn penalizes(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 

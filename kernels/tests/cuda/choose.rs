@@ -1,8 +1,11 @@
 //! Choosing tokens on the device: the sampler's own answers.
 
 use quern_kernels::{
-    cuda::{Buffer, Choose, choose::read},
-    sample::{History, SamplingParams, sample},
+    cuda::{
+        Buffer, Choose,
+        choose::{Ask, Chosen, chosen, read},
+    },
+    sample::{History, SamplingParams, finish, sample},
 };
 
 use crate::common::{Random, device, up};
@@ -41,4 +44,105 @@ fn the_likeliest_token_is_the_samplers() {
             }
         }
     }
+}
+
+/// Logits as models give them, and as no model should.
+fn row(random: &mut Random, vocab: usize) -> Vec<f32> {
+    let mut of = |choices: &[f32]| choices[random.bits() as usize % choices.len()];
+    let (size, shift) = (of(&[0.0, 0.1, 1.0, 3.0, 8.0, 1e4, 1e37]), of(&[0.0, -20.0, 500.0]));
+    let mut row: Vec<f32> = random.floats(vocab).iter().map(|x| x * size + shift).collect();
+    let mut at = |row: &mut Vec<f32>, x: f32| row[random.bits() as usize % vocab] = x;
+    match size.to_bits() as usize / 7 % 8 {
+        0 => row.iter_mut().for_each(|l| *l = l.round()),
+        1 => (0..vocab / 3).for_each(|_| at(&mut row, f32::NAN)),
+        2 => (0..vocab / 2).for_each(|_| at(&mut row, f32::NEG_INFINITY)),
+        _ => {}
+    }
+    match random.bits() % 8 {
+        0 => row[vocab / 2] = 20.0,
+        1 => row[vocab / 3] = f32::INFINITY,
+        2 => row.fill(f32::NEG_INFINITY),
+        3 => (0..vocab).filter(|i| i % 50 == 3).for_each(|i| row[i] += 9.0 * size),
+        _ => {}
+    }
+    row
+}
+
+fn params(random: &mut Random, vocab: usize) -> SamplingParams {
+    let mut of = |choices: &[f32]| choices[random.bits() as usize % choices.len()];
+    let mut p = SamplingParams {
+        temperature: of(&[0.0, 1.0, 1.0, 0.8, 0.1, 2e-5, 30.0]),
+        top_k: of(&[0.0, 0.0, 1.0, 2.0, 5.0, 40.0, 64.0, 1000.0]) as u32,
+        top_p: of(&[1.0, 1.0, 0.95, 0.5, 0.01, 0.999_99]),
+        min_p: of(&[0.0, 0.0, 0.05, 1.0]),
+        repetition_penalty: of(&[1.0, 1.0, 1.1, 0.5]),
+        presence_penalty: of(&[0.0, 0.0, 0.5]),
+        frequency_penalty: of(&[0.0, 0.0, -0.2]),
+        penalty_last_n: [None, Some(3)][of(&[0.0, 1.0]) as usize],
+        ..SamplingParams::default()
+    };
+    p.seed = random.bits();
+    if random.bits().is_multiple_of(4) {
+        let values = [1.0, -5.0, f32::NEG_INFINITY, 100.0];
+        let tokens = random.order(vocab).into_iter().take(4);
+        p.logit_bias = tokens.zip(values).collect();
+    }
+    p
+}
+
+#[test]
+fn the_device_samples_what_the_host_does() {
+    let Some(device) = device("the_device_samples_what_the_host_does") else { return };
+    let (mut tokens, mut refused, mut left) = (0, 0, 0);
+    for (vocab, rounds) in [(1, 2), (2, 2), (63, 6), (300, 12), (1024, 4), (3001, 8), (20_000, 1)] {
+        let mut random = Random(vocab as u64 * 77);
+        let mut choose = Choose::new(&device, 8, vocab).unwrap();
+        for round in 0..rounds {
+            let rows: Vec<Vec<f32>> = (0..8).map(|_| row(&mut random, vocab)).collect();
+            let asked: Vec<SamplingParams> = (0..8).map(|_| params(&mut random, vocab)).collect();
+            let histories: Vec<Vec<u32>> =
+                (0..8).map(|i| (0..5 * i).map(|_| random.bits() as u32 % (vocab as u32 + 2)).collect()).collect();
+            let logits = up(&device, &rows.concat());
+            let to: Buffer<u32> = Buffer::new(&device, "a test", 32).unwrap();
+            let history = |i: usize| History { tokens: &histories[i], prompt_len: histories[i].len() / 2 };
+            let order = random.order(8);
+            let asks: Vec<Ask> = order
+                .iter()
+                .map(|&i| i as usize)
+                .map(|row| Ask { row, params: &asked[row], history: history(row), position: 1 << 33 | round })
+                .collect();
+            assert!(asks.iter().all(|a| Choose::serves(a.params, vocab)));
+            choose.sample(logits.ptr(), &asks, to.ptr()).unwrap();
+            let (found, mut changed) = (to.to_vec().unwrap(), logits.to_vec().unwrap());
+            for (ask, found) in asks.iter().zip(found.as_chunks::<4>().0) {
+                let p = ask.params;
+                let want = sample(&mut rows[ask.row].clone(), p, ask.history, ask.position, None).map(|s| s.token);
+                let got = chosen(*found, vocab);
+                left += usize::from(got == Ok(Chosen::Host));
+                let got = got.and_then(|chosen| match chosen {
+                    Chosen::Token(token) => Ok(token),
+                    Chosen::Host => finish(&mut changed[ask.row * vocab..(ask.row + 1) * vocab], p, ask.position),
+                });
+                assert_eq!(got, want, "vocab {vocab}, round {round}, row {}, {p:?}", ask.row);
+                match want {
+                    Ok(_) => tokens += 1,
+                    Err(_) => refused += 1,
+                }
+            }
+        }
+    }
+    assert!(
+        tokens > 150 && refused > 20 && left < tokens / 4,
+        "{tokens} tokens, {refused} refused, {left} for the host"
+    );
+}
+
+#[test]
+fn requests_that_are_not_for_the_device() {
+    let p = SamplingParams::default();
+    assert!(Choose::serves(&p, 100));
+    assert!(Choose::serves(&SamplingParams { top_k: 1024, ..p.clone() }, 5000));
+    assert!(!Choose::serves(&SamplingParams { top_k: 1025, ..p.clone() }, 5000));
+    assert!(!Choose::serves(&SamplingParams { logit_bias: vec![(3, 1.0), (3, 2.0)], ..p.clone() }, 100));
+    assert!(!Choose::serves(&SamplingParams { logit_bias: vec![(100, 1.0)], ..p }, 100));
 }
