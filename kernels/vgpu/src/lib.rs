@@ -26,5 +26,7 @@ mod memory;
 mod ptx;
 mod settings;
 mod stats;
+#[cfg(test)]
+mod tests;
 
 pub use client::{KernelReport, VirtualGpu, library, load};

@@ -96,7 +96,7 @@ impl Cta<'_> {
                 self.report(w, waiting.pc, 0, Kind::Divergence, &what);
             }
         }
-        let threads = self.launch.shape.block.iter().product::<u32>();
+        let threads = self.launch.shape.threads();
         for w in warps {
             let left = threads - w.id * 32;
             let whole = if left >= 32 { !0 } else { (1 << left) - 1 };

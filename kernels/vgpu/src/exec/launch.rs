@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::bytes::Bytes;
 use super::cta::FILL;
@@ -30,6 +30,19 @@ pub struct Launch<'l> {
     pub reports: Reports,
 }
 
+unsafe extern "C" {
+    fn clock_gettime(clock: i32, to: *mut [i64; 2]) -> i32;
+}
+
+/// Processor time of this thread.
+fn thread_time() -> Duration {
+    const CLOCK_THREAD_CPUTIME_ID: i32 = 3;
+    let mut time = [0; 2];
+    // SAFETY: a `timespec` is two 64-bit integers on 64-bit Linux.
+    unsafe { clock_gettime(CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(time[0] as u64, time[1] as u32)
+}
+
 /// Warp instructions of one CTA after which it is taken for endless.
 const MOST_SPENT: u64 = 1 << 33;
 
@@ -40,10 +53,10 @@ impl Launch<'_> {
         let next = AtomicU64::new(0);
         let total = Mutex::new((KernelStats { launches: 1, ctas, ..KernelStats::default() }, Duration::ZERO));
         let work = || {
-            let start = Instant::now();
+            let start = thread_time();
             let mut cta = Cta::new(self);
-            let warps = self.shape.block.iter().product::<u32>().div_ceil(32);
-            let mut warps: Vec<Warp> = (0..warps).map(|id| Warp::new(self.kernel, id)).collect();
+            let warps = self.shape.threads().div_ceil(32);
+            let mut warps: Vec<Warp> = (0..warps).map(|id| Warp::new(self.kernel, id, &self.shape)).collect();
             let watch = self.checks || self.touched.is_some();
             loop {
                 let number = next.fetch_add(1, Relaxed);
@@ -61,7 +74,7 @@ impl Launch<'_> {
             }
             let mut total = total.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             self.sum(&mut total.0, &cta.counts, &cta.traffic);
-            total.1 += start.elapsed();
+            total.1 += thread_time().saturating_sub(start);
         };
         let others = threads.min(ctas as usize).saturating_sub(1);
         if others == 0 {
@@ -116,7 +129,7 @@ impl Cta<'_> {
     fn run_all<const WATCH: bool>(&mut self, warps: &mut [Warp], number: u32) -> Result<(), Fault> {
         self.begin(number);
         for w in warps.iter_mut() {
-            w.begin(&self.launch.shape, self.at, FILL);
+            w.begin(&self.launch.shape, self.at, number, FILL);
         }
         loop {
             let before = self.spent;

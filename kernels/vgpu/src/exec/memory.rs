@@ -270,7 +270,8 @@ impl Cta<'_> {
         Ok(())
     }
 
-    /// Counts and checks an access to shared memory, before it is done.
+    /// Counts and checks an access to shared memory, before it is done. `touch` gets a lane's bytes, and may write what
+    /// the lane stores already, so that another lane of the instruction finds it there.
     #[cold]
     pub fn watch_shared(
         &mut self,
@@ -279,7 +280,7 @@ impl Cta<'_> {
         m: u32,
         at: &Row<u64>,
         bytes: u64,
-        touch: impl Fn(&[u8], usize) -> Touch,
+        touch: impl Fn(&mut [u8], usize) -> Touch,
     ) {
         let (passes, fewest) = waves(m, &at.0, bytes as u32);
         self.traffic.shared_requests += 1;
@@ -289,7 +290,7 @@ impl Cta<'_> {
         for i in each(m) {
             let (from, len) = (at.0[i] as usize, bytes as usize);
             let thread = (w.id * 32 + i as u32) as u16;
-            let how = touch(&self.shared[from..from + len], i);
+            let how = touch(&mut self.shared[from..from + len], i);
             if let Some((kind, what)) = shadow.touch(from, len, thread, &w.met, how) {
                 self.report(w, pc, i, kind, &format!("{what} (byte {from})"));
             }
@@ -445,7 +446,9 @@ impl Cta<'_> {
                 if WATCH {
                     self.watch_shared(w, pc, m, at, bytes, |old, i| {
                         let new = stored(w, x, i);
-                        Touch::Write { same: *old == new[..old.len()] }
+                        let same = *old == new[..old.len()];
+                        old.copy_from_slice(&new[..old.len()]);
+                        Touch::Write { same }
                     });
                 }
                 let base = self.shared.as_mut_ptr() as u64;

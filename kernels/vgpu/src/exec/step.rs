@@ -21,7 +21,13 @@ impl Cta<'_> {
             // SAFETY: the processor has these features.
             return unsafe { run::<WATCH>(self, w) };
         }
-        self.run_body::<WATCH>(w)
+        // Seldom: it watches in any case, so that there is one version less to compile.
+        self.run_plain(w)
+    }
+
+    #[inline(never)]
+    fn run_plain(&mut self, w: &mut Warp) -> Result<(), Fault> {
+        self.run_body::<true>(w)
     }
 
     #[inline(always)]

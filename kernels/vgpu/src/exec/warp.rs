@@ -82,7 +82,7 @@ pub struct Warp {
 }
 
 impl Warp {
-    pub fn new(kernel: &Kernel, id: u32) -> Warp {
+    pub fn new(kernel: &Kernel, id: u32, shape: &Shape) -> Warp {
         let mut warp = Warp {
             r: vec![Row([0; 32]); kernel.regs32],
             q: vec![Row([0; 32]); kernel.regs64],
@@ -103,12 +103,12 @@ impl Warp {
             warp.q[reg as usize] = Row([value; 32]);
         }
         warp.p[TRUE as usize] = !0;
+        warp.shape(shape);
         warp
     }
 
-    /// Sets what a CTA begins with. `fill`: the content of local memory that nobody wrote.
-    pub fn begin(&mut self, shape: &Shape, cta: [u32; 3], fill: u8) {
-        let threads = shape.block.iter().product::<u32>();
+    /// Sets the special registers that are the same in every CTA.
+    fn shape(&mut self, shape: &Shape) {
         let first = self.id * 32;
         for i in 0..32 {
             let t = first + i as u32;
@@ -124,15 +124,11 @@ impl Warp {
         }
         for axis in 0..3 {
             self.r[3 + axis] = Row([shape.block[axis]; 32]);
-            self.r[6 + axis] = Row([cta[axis]; 32]);
             self.r[9 + axis] = Row([shape.grid[axis]; 32]);
         }
-        let linear =
-            cta[0].wrapping_add(shape.grid[0].wrapping_mul(cta[1].wrapping_add(shape.grid[1].wrapping_mul(cta[2]))));
         let rest = [
             (13, self.id),
-            (14, threads.div_ceil(32)),
-            (20, linear % shape.multiprocessors.max(1)),
+            (14, shape.threads().div_ceil(32)),
             (21, shape.multiprocessors),
             (22, 0),
             (23, shape.shared),
@@ -142,7 +138,15 @@ impl Warp {
         for (reg, value) in rest {
             self.r[reg] = Row([value; 32]);
         }
-        let left = threads - first;
+    }
+
+    /// Turns to a CTA. `fill`: the content of local memory that nobody wrote.
+    pub fn begin(&mut self, shape: &Shape, cta: [u32; 3], number: u32, fill: u8) {
+        for axis in 0..3 {
+            self.r[6 + axis] = Row([cta[axis]; 32]);
+        }
+        self.r[20] = Row([number % shape.multiprocessors.max(1); 32]);
+        let left = shape.threads() - self.id * 32;
         self.live = if left >= 32 { !0 } else { (1 << left) - 1 };
         self.pcs = [0; 32];
         self.parked = 0;
@@ -173,4 +177,11 @@ pub struct Shape {
     pub shared: u32,
     pub dynamic: u32,
     pub multiprocessors: u32,
+}
+
+impl Shape {
+    /// Threads of a CTA.
+    pub fn threads(&self) -> u32 {
+        self.block.iter().product()
+    }
 }

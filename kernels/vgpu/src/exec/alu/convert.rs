@@ -82,29 +82,76 @@ fn join(high: u16, low: u16) -> u32 {
     u32::from(high) << 16 | u32::from(low)
 }
 
-/// NaN and out of range as PTX has it: NaN is 0, but the smallest for 64 bits; everything else is clamped.
+/// Where `k` says which type the result has, for functions that serve several.
+const KIND: u32 = 12;
+
+/// The number of a type in `k`.
+fn kind(ty: Ty) -> Option<u32> {
+    Some(match ty {
+        Ty::U8 => 0,
+        Ty::S8 => 1,
+        Ty::U16 => 2,
+        Ty::S16 => 3,
+        Ty::U32 => 4,
+        Ty::S32 => 5,
+        Ty::U64 => 6,
+        Ty::S64 => 7,
+        Ty::F16 => 8,
+        Ty::Bf16 => 9,
+        Ty::F32 => 10,
+        _ => return None,
+    })
+}
+
+/// A float as the integer type that `k` names, as it lies in a register: NaN is 0, but the smallest for 64 bits;
+/// everything else is clamped.
 #[inline(always)]
-fn to_wide(x: f64) -> bool {
-    x.is_nan()
+fn integer(x: f64, k: u32) -> u64 {
+    let x = integral(x, k);
+    match k >> KIND & 15 {
+        0 => u64::from(x as u8),
+        1 => u64::from(x as i8 as u8),
+        2 => u64::from(x as u16),
+        3 => u64::from(x as i16 as u16),
+        4 => u64::from(x as u32),
+        5 => u64::from(x as i32 as u32),
+        _ if x.is_nan() => 1 << 63,
+        6 => x as u64,
+        _ => x as i64 as u64,
+    }
+}
+
+/// An integer clamped to the type that `k` names, as it lies in a register.
+#[inline(always)]
+fn clamped(x: i128, k: u32) -> u64 {
+    let to = |low: i128, high: i128| x.max(low).min(high);
+    match k >> KIND & 15 {
+        0 => to(0, 0xff) as u64,
+        1 => to(-0x80, 0x7f) as u8 as u64,
+        2 => to(0, 0xffff) as u64,
+        3 => to(-0x8000, 0x7fff) as u16 as u64,
+        4 => to(0, u32::MAX as i128) as u64,
+        5 => to(i32::MIN as i128, i32::MAX as i128) as u32 as u64,
+        6 => to(0, u64::MAX as i128) as u64,
+        _ => to(i64::MIN as i128, i64::MAX as i128) as u64,
+    }
+}
+
+/// An integer as the float of up to 32 bits that `k` names, rounded as `k` says.
+#[inline(always)]
+fn float(x: i128, k: u32) -> u32 {
+    // 64-bit integers: what the f64 leaves out decides directed roundings.
+    let near = x as f64;
+    match k >> KIND & 15 {
+        8 => to_f16(near, k).into(),
+        9 => to_bf16(near, k).into(),
+        _ => single(near, (x - near as i128) as f64, k).to_bits(),
+    }
 }
 
 macro_rules! from_float {
     ($to:expr, $src:ty, $value:expr) => {
         match $to {
-            Ty::U8 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| integral($value(a, k), k) as u8),
-            Ty::S8 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| integral($value(a, k), k) as i8),
-            Ty::U16 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| integral($value(a, k), k) as u16),
-            Ty::S16 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| integral($value(a, k), k) as i16),
-            Ty::U32 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| integral($value(a, k), k) as u32),
-            Ty::S32 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| integral($value(a, k), k) as i32),
-            Ty::U64 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| {
-                let x = integral($value(a, k), k);
-                if to_wide(x) { 1u64 << 63 } else { x as u64 }
-            }),
-            Ty::S64 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| {
-                let x = integral($value(a, k), k);
-                if to_wide(x) { i64::MIN } else { x as i64 }
-            }),
             Ty::F32 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| single($value(a, k), 0.0, k)),
             Ty::F64 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| {
                 let x = $value(a, k);
@@ -112,50 +159,29 @@ macro_rules! from_float {
             }),
             Ty::F16 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| to_f16($value(a, k), k)),
             Ty::Bf16 => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| to_bf16($value(a, k), k)),
-            _ => return None,
+            _ if $to.wide() => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| integer($value(a, k), k)),
+            _ => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| integer($value(a, k), k) as u32),
         }
     };
 }
 
 macro_rules! from_int {
-    ($to:expr, $sat:expr, $src:ty) => {
-        match ($to, $sat) {
-            (Ty::U8, false) => lanes!(map1, |a: $src| a as u8),
-            (Ty::S8, false) => lanes!(map1, |a: $src| a as i8),
-            (Ty::U16, false) => lanes!(map1, |a: $src| a as u16),
-            (Ty::S16, false) => lanes!(map1, |a: $src| a as i16),
-            (Ty::U32, false) => lanes!(map1, |a: $src| a as u32),
-            (Ty::S32, false) => lanes!(map1, |a: $src| a as i32),
-            (Ty::U64, false) => lanes!(map1, |a: $src| a as u64),
-            (Ty::S64, false) => lanes!(map1, |a: $src| a as i64),
-            (Ty::U8, true) => lanes!(map1, |a: $src| clamp(a as i128, 0, 255) as u8),
-            (Ty::S8, true) => lanes!(map1, |a: $src| clamp(a as i128, -128, 127) as i8),
-            (Ty::U16, true) => lanes!(map1, |a: $src| clamp(a as i128, 0, 65535) as u16),
-            (Ty::S16, true) => lanes!(map1, |a: $src| clamp(a as i128, -32768, 32767) as i16),
-            (Ty::U32, true) => lanes!(map1, |a: $src| clamp(a as i128, 0, u32::MAX as i128) as u32),
-            (Ty::S32, true) => lanes!(map1, |a: $src| clamp(a as i128, i32::MIN as i128, i32::MAX as i128) as i32),
-            (Ty::U64, true) => lanes!(map1, |a: $src| clamp(a as i128, 0, u64::MAX as i128) as u64),
-            (Ty::S64, true) => lanes!(map1, |a: $src| clamp(a as i128, i64::MIN as i128, i64::MAX as i128) as i64),
-            (Ty::F32, _) => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| {
-                if k == 0 {
-                    a as f32
-                } else {
-                    // 64-bit integers: what the f64 leaves out decides directed roundings.
-                    let near = a as f64;
-                    single(near, (a as i128 - near as i128) as f64, k)
-                }
-            }),
+    ($to:expr, $k:expr, $src:ty) => {
+        match ($to, $k) {
             (Ty::F64, _) => lanes!(map1, |a: $src| a as f64),
-            (Ty::F16, _) => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| to_f16(a as f64, k)),
-            (Ty::Bf16, _) => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| to_bf16(a as f64, k)),
-            _ => return None,
+            (Ty::F32, 0) => lanes!(map1, |a: $src| a as f32),
+            (Ty::F32 | Ty::F16 | Ty::Bf16, _) => {
+                lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| float(a as i128, k))
+            }
+            // Without clamping only the size of the result matters.
+            (Ty::U8 | Ty::S8, 0) => lanes!(map1, |a: $src| a as u8),
+            (Ty::U16 | Ty::S16, 0) => lanes!(map1, |a: $src| a as u16),
+            (Ty::U32 | Ty::S32, 0) => lanes!(map1, |a: $src| a as u32),
+            (Ty::U64 | Ty::S64, 0) => lanes!(map1, |a: $src| a as u64),
+            (to, _) if to.wide() => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| clamped(a as i128, k)),
+            _ => lanes!(map3k, |a: $src, _b: u32, _c: u32, k: u32| clamped(a as i128, k) as u32),
         }
     };
-}
-
-#[inline(always)]
-fn clamp(x: i128, low: i128, high: i128) -> i128 {
-    x.max(low).min(high)
 }
 
 #[inline(always)]
@@ -178,11 +204,15 @@ fn from_bf16(a: u16, _: u32) -> f64 {
     f64::from(bf16_to_f32(a))
 }
 
-/// The conversion between two types; `k` holds rounding and flags, `two` says that there are two sources.
-pub fn convert(to: Ty, from: Ty, k: u32, two: bool) -> Option<Lanes> {
-    if two {
-        return pairs(to, from, k);
-    }
+/// The conversion between two types and its `k`, which goes in with rounding and flags; `two`: it has two sources.
+pub fn convert(to: Ty, from: Ty, k: u32, two: bool) -> Option<(Lanes, u32)> {
+    let run = if two { pairs(to, from, k) } else { single_source(to, from, k) }?;
+    Some((run, k | kind(to).unwrap_or(0) << KIND))
+}
+
+fn single_source(to: Ty, from: Ty, k: u32) -> Option<Lanes> {
+    const NEAR: u32 = INTEGRAL;
+    const ZERO: u32 = INTEGRAL | (Round::Zero as u32) << 2;
     // The usual ones, short.
     match (to, from, k) {
         (Ty::F32, Ty::F16, 0) => return Some(lanes!(map1, |a: u16| f16_to_f32(a))),
@@ -191,6 +221,12 @@ pub fn convert(to: Ty, from: Ty, k: u32, two: bool) -> Option<Lanes> {
         (Ty::Bf16, Ty::F32, 0) => return Some(lanes!(map1, |a: f32| f32_to_bf16(a))),
         (Ty::F32, Ty::S32, 0) => return Some(lanes!(map1, |a: i32| a as f32)),
         (Ty::F32, Ty::U32, 0) => return Some(lanes!(map1, |a: u32| a as f32)),
+        (Ty::S32, Ty::F32, NEAR) => return Some(lanes!(map1, |a: f32| a.round_ties_even() as i32)),
+        (Ty::S32, Ty::F32, ZERO) => return Some(lanes!(map1, |a: f32| a as i32)),
+        (Ty::U32, Ty::F32, NEAR) => return Some(lanes!(map1, |a: f32| a.round_ties_even() as u32)),
+        (Ty::U32, Ty::F32, ZERO) => return Some(lanes!(map1, |a: f32| a as u32)),
+        (Ty::S8, Ty::F32, NEAR) => return Some(lanes!(map1, |a: f32| a.round_ties_even() as i8)),
+        (Ty::F32, Ty::F32, NEAR) => return Some(lanes!(map1, |a: f32| a.round_ties_even())),
         (Ty::Tf32, Ty::F32, _) => return Some(lanes!(map3k, |a: f32, _b: u32, _c: u32, k: u32| round_tf32(a, k))),
         (Ty::F16x2, Ty::E4m3x2, _) => {
             return Some(lanes!(map3k, |a: u16, _b: u32, _c: u32, k: u32| small_pair(a, k, e4m3_to_f32)));
@@ -210,16 +246,15 @@ pub fn convert(to: Ty, from: Ty, k: u32, two: bool) -> Option<Lanes> {
         }
         _ => {}
     }
-    let sat = k & SAT != 0;
     Some(match from {
-        Ty::U8 => from_int!(to, sat, u8),
-        Ty::S8 => from_int!(to, sat, i8),
-        Ty::U16 => from_int!(to, sat, u16),
-        Ty::S16 => from_int!(to, sat, i16),
-        Ty::U32 => from_int!(to, sat, u32),
-        Ty::S32 => from_int!(to, sat, i32),
-        Ty::U64 => from_int!(to, sat, u64),
-        Ty::S64 => from_int!(to, sat, i64),
+        Ty::U8 => from_int!(to, k, u8),
+        Ty::S8 => from_int!(to, k, i8),
+        Ty::U16 => from_int!(to, k, u16),
+        Ty::S16 => from_int!(to, k, i16),
+        Ty::U32 => from_int!(to, k, u32),
+        Ty::S32 => from_int!(to, k, i32),
+        Ty::U64 => from_int!(to, k, u64),
+        Ty::S64 => from_int!(to, k, i64),
         Ty::F32 => from_float!(to, f32, from_single),
         Ty::F64 => from_float!(to, f64, from_double),
         Ty::F16 => from_float!(to, u16, from_f16),

@@ -146,7 +146,7 @@ pub fn unary(op: &str, ty: Ty, k: u32) -> Option<Lanes> {
         "rsqrt" => lanes!(map3k, |a: f32, _b: u32, _c: u32, k: u32| {
             output((1.0 / f64::from(input(a, k)).sqrt()) as f32, k)
         }),
-        "ex2" if plain => lanes!(map1, |a: f32| exp2(a)),
+        "ex2" if plain => lanes!(map1, exp2),
         "ex2" => lanes!(map3k, |a: f32, _b: u32, _c: u32, k: u32| output(exp2(input(a, k)), k)),
         "lg2" => lanes!(map3k, |a: f32, _b: u32, _c: u32, k: u32| output(input(a, k).log2(), k)),
         "sin" => lanes!(map3k, |a: f32, _b: u32, _c: u32, k: u32| output(input(a, k).sin(), k)),
@@ -220,42 +220,24 @@ pub fn test(op: &str, ty: Ty) -> Option<Lanes> {
     })
 }
 
-/// The same comparison for a type whose values `$f` turns into numbers.
-macro_rules! comparisons {
-    ($op:expr, $ty:ty, $f:expr) => {
-        match $op {
-            "eq" => lanes!(test2, |a: $ty, b: $ty| $f(a) == $f(b)),
-            // Of ordered numbers: false where one is NaN.
-            "ne" => lanes!(test2, |a: $ty, b: $ty| $f(a) < $f(b) || $f(a) > $f(b)),
-            "lt" => lanes!(test2, |a: $ty, b: $ty| $f(a) < $f(b)),
-            "le" => lanes!(test2, |a: $ty, b: $ty| $f(a) <= $f(b)),
-            "gt" => lanes!(test2, |a: $ty, b: $ty| $f(a) > $f(b)),
-            "ge" => lanes!(test2, |a: $ty, b: $ty| $f(a) >= $f(b)),
-            "equ" => lanes!(test2, |a: $ty, b: $ty| !($f(a) < $f(b) || $f(a) > $f(b))),
-            "neu" => lanes!(test2, |a: $ty, b: $ty| $f(a) != $f(b)),
-            "ltu" => lanes!(test2, |a: $ty, b: $ty| !($f(a) >= $f(b))),
-            "leu" => lanes!(test2, |a: $ty, b: $ty| !($f(a) > $f(b))),
-            "gtu" => lanes!(test2, |a: $ty, b: $ty| !($f(a) <= $f(b))),
-            "geu" => lanes!(test2, |a: $ty, b: $ty| !($f(a) < $f(b))),
-            "num" => lanes!(test2, |a: $ty, b: $ty| !$f(a).is_nan() && !$f(b).is_nan()),
-            "nan" => lanes!(test2, |a: $ty, b: $ty| $f(a).is_nan() || $f(b).is_nan()),
-            _ => return None,
-        }
-    };
-}
-pub(crate) use comparisons;
-
-#[inline(always)]
-fn same<T>(x: T) -> T {
-    x
-}
-
-/// A comparison of floats.
-pub fn compare(op: &str, ty: Ty, ftz: bool) -> Option<Lanes> {
-    Some(match ty {
-        Ty::F32 if ftz => comparisons!(op, f32, flush),
-        Ty::F32 => comparisons!(op, f32, same),
-        Ty::F64 => comparisons!(op, f64, same),
+/// A comparison of f32; of other floats, and with denormals flushed, `half::compare`.
+pub fn compare(op: &str) -> Option<Lanes> {
+    Some(match op {
+        "eq" => lanes!(test2, |a: f32, b: f32| a == b),
+        // Of ordered numbers: false where one is NaN.
+        "ne" => lanes!(test2, |a: f32, b: f32| a < b || a > b),
+        "lt" => lanes!(test2, |a: f32, b: f32| a < b),
+        "le" => lanes!(test2, |a: f32, b: f32| a <= b),
+        "gt" => lanes!(test2, |a: f32, b: f32| a > b),
+        "ge" => lanes!(test2, |a: f32, b: f32| a >= b),
+        "equ" => lanes!(test2, |a: f32, b: f32| !(a < b || a > b)),
+        "neu" => lanes!(test2, |a: f32, b: f32| a != b),
+        "ltu" => lanes!(test2, |a: f32, b: f32| !(a >= b)),
+        "leu" => lanes!(test2, |a: f32, b: f32| !(a > b)),
+        "gtu" => lanes!(test2, |a: f32, b: f32| !(a <= b)),
+        "geu" => lanes!(test2, |a: f32, b: f32| !(a < b)),
+        "num" => lanes!(test2, |a: f32, b: f32| !a.is_nan() && !b.is_nan()),
+        "nan" => lanes!(test2, |a: f32, b: f32| a.is_nan() || b.is_nan()),
         _ => return None,
     })
 }

@@ -1,14 +1,11 @@
 //! f16, bf16 and their pairs. Every operation is computed so that one rounding remains.
 
-// Comparisons of PTX that hold for NaN are the negations of those that do not.
-#![allow(clippy::neg_cmp_op_on_partial_ord)]
-
-use super::float::{comparisons, max, min, saturate};
+use super::float::{max, min, saturate};
 use super::number::{
     bf16_to_f32, exp2, f16_to_f32, f32_to_bf16, f32_to_f16, flush, fma_bf16, fma_f16, round_odd, two_sum,
 };
 use super::{FTZ, NAN, RELU, SAT};
-use crate::exec::lanes::{lanes, pick, write_tests};
+use crate::exec::lanes::{lanes, pick, test2, write_tests};
 use crate::exec::{Args, Lanes, Warp};
 use crate::ptx::types::Ty;
 
@@ -155,16 +152,39 @@ pub fn unary(op: &str, ty: Ty) -> Option<Lanes> {
     })
 }
 
-/// Two sources.
-pub fn binary(op: &str, ty: Ty) -> Option<Lanes> {
+/// Two sources; `k` without flags takes the short way, whose functions are inlined so that they vectorise.
+pub fn binary(op: &str, ty: Ty, k: u32) -> Option<Lanes> {
     macro_rules! function {
         ($f:expr) => {
-            per_type!(
-                ty,
-                F,
-                lanes!(map3k, |a: u16, b: u16, _c: u32, k: u32| two::<F>(a, b, k, $f)),
-                lanes!(map3k, |a: u32, b: u32, _c: u32, k: u32| pair(a, b, |a, b| two::<F>(a, b, k, $f)))
-            )
+            if k == 0 {
+                per_type!(
+                    ty,
+                    F,
+                    {
+                        #[inline(always)]
+                        fn short(a: u16, b: u16) -> u16 {
+                            two::<F>(a, b, 0, $f)
+                        }
+                        lanes!(map2, short)
+                    },
+                    {
+                        #[inline(always)]
+                        fn short(a: u32, b: u32) -> u32 {
+                            let low = two::<F>(a as u16, b as u16, 0, $f);
+                            let high = two::<F>((a >> 16) as u16, (b >> 16) as u16, 0, $f);
+                            u32::from(low) | u32::from(high) << 16
+                        }
+                        lanes!(map2, short)
+                    }
+                )
+            } else {
+                per_type!(
+                    ty,
+                    F,
+                    lanes!(map3k, |a: u16, b: u16, _c: u32, k: u32| two::<F>(a, b, k, $f)),
+                    lanes!(map3k, |a: u32, b: u32, _c: u32, k: u32| pair(a, b, |a, b| two::<F>(a, b, k, $f)))
+                )
+            }
         };
     }
     macro_rules! extremes {
@@ -188,23 +208,49 @@ pub fn binary(op: &str, ty: Ty) -> Option<Lanes> {
 }
 
 /// `fma`.
-pub fn fused(ty: Ty) -> Option<Lanes> {
+pub fn fused(ty: Ty, k: u32) -> Option<Lanes> {
+    #[inline(always)]
+    fn both<T: Format>(a: u32, b: u32, c: u32, k: u32) -> u32 {
+        let low = three::<T>(a as u16, b as u16, c as u16, k);
+        let high = three::<T>((a >> 16) as u16, (b >> 16) as u16, (c >> 16) as u16, k);
+        u32::from(low) | u32::from(high) << 16
+    }
+    #[inline(always)]
+    fn short_one<T: Format>(a: u16, b: u16, c: u16) -> u16 {
+        three::<T>(a, b, c, 0)
+    }
+    #[inline(always)]
+    fn short_both<T: Format>(a: u32, b: u32, c: u32) -> u32 {
+        both::<T>(a, b, c, 0)
+    }
+    if k == 0 {
+        return Some(per_type!(ty, F, lanes!(map3, short_one::<F>), lanes!(map3, short_both::<F>)));
+    }
     Some(per_type!(
         ty,
         F,
         lanes!(map3k, |a: u16, b: u16, c: u16, k: u32| three::<F>(a, b, c, k)),
-        lanes!(map3k, |a: u32, b: u32, c: u32, k: u32| {
-            u32::from(three::<F>(a as u16, b as u16, c as u16, k))
-                | u32::from(three::<F>((a >> 16) as u16, (b >> 16) as u16, (c >> 16) as u16, k)) << 16
-        })
+        lanes!(map3k, |a: u32, b: u32, c: u32, k: u32| both::<F>(a, b, c, k))
     ))
 }
 
-/// A comparison of single values into one predicate.
-pub fn compare(op: &str, ty: Ty) -> Option<Lanes> {
+/// A comparison by its relation (`k` from bit 8) of any floats; `ftz`: f32 with denormals flushed.
+pub fn compare(ty: Ty, ftz: bool) -> Option<Lanes> {
+    macro_rules! body {
+        ($ty:ty, $value:expr) => {{
+            #[inline(always)]
+            fn body(w: &mut Warp, x: &Args, m: u32) {
+                let relation = x.k >> 8;
+                test2(w, x, m, |a: $ty, b: $ty| related($value(a), $value(b), relation))
+            }
+            pick!(body)
+        }};
+    }
     Some(match ty {
-        Ty::F16 => comparisons!(op, u16, f16_to_f32),
-        Ty::Bf16 => comparisons!(op, u16, bf16_to_f32),
+        Ty::F32 if ftz => body!(f32, flush),
+        Ty::F64 => body!(f64, f64::from),
+        Ty::F16 => body!(u16, f16_to_f32),
+        Ty::Bf16 => body!(u16, bf16_to_f32),
         _ => return None,
     })
 }
@@ -231,7 +277,7 @@ pub fn relation(op: &str) -> Option<u32> {
 }
 
 #[inline(always)]
-fn related(a: f32, b: f32, relation: u32) -> bool {
+fn related<T: PartialOrd>(a: T, b: T, relation: u32) -> bool {
     let found = if a < b {
         1
     } else if a == b {

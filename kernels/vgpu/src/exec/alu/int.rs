@@ -336,7 +336,8 @@ pub fn lop3(table: u8) -> Lanes {
     }
 }
 
-/// Dot products of four or two small integers, whether `a` and `b` are signed.
+/// Dot products of four or two small integers, whether `a` and `b` are signed. Of dp2a `k` says that too (bits 0 and
+/// 1), and with bit 2 that the upper bytes of `b` are meant.
 pub fn dot(op: &str, a: bool, b: bool) -> Option<Lanes> {
     #[inline(always)]
     fn byte(word: u32, at: u32, signed: bool) -> i32 {
@@ -366,14 +367,9 @@ pub fn dot(op: &str, a: bool, b: bool) -> Option<Lanes> {
         ("dp4a", true, false) => lanes!(map3, |a: u32, b: u32, c: i32| four(a, b, c, true, false)),
         ("dp4a", false, true) => lanes!(map3, |a: u32, b: u32, c: i32| four(a, b, c, false, true)),
         ("dp4a", false, false) => lanes!(map3, |a: u32, b: u32, c: i32| four(a, b, c, false, false)),
-        ("dp2a.lo", true, true) => lanes!(map3, |a: u32, b: u32, c: i32| two(a, b, c, true, true, false)),
-        ("dp2a.lo", true, false) => lanes!(map3, |a: u32, b: u32, c: i32| two(a, b, c, true, false, false)),
-        ("dp2a.lo", false, true) => lanes!(map3, |a: u32, b: u32, c: i32| two(a, b, c, false, true, false)),
-        ("dp2a.lo", false, false) => lanes!(map3, |a: u32, b: u32, c: i32| two(a, b, c, false, false, false)),
-        ("dp2a.hi", true, true) => lanes!(map3, |a: u32, b: u32, c: i32| two(a, b, c, true, true, true)),
-        ("dp2a.hi", true, false) => lanes!(map3, |a: u32, b: u32, c: i32| two(a, b, c, true, false, true)),
-        ("dp2a.hi", false, true) => lanes!(map3, |a: u32, b: u32, c: i32| two(a, b, c, false, true, true)),
-        ("dp2a.hi", false, false) => lanes!(map3, |a: u32, b: u32, c: i32| two(a, b, c, false, false, true)),
+        ("dp2a", ..) => {
+            lanes!(map3k, |a: u32, b: u32, c: i32, k: u32| two(a, b, c, k & 1 != 0, k & 2 != 0, k & 4 != 0))
+        }
         _ => return None,
     })
 }
@@ -461,10 +457,10 @@ pub fn compare(op: &str, ty: Ty) -> Option<Lanes> {
         "le" => each!(ty, test2, |a, b| a <= b),
         "gt" => each!(ty, test2, |a, b| a > b),
         "ge" => each!(ty, test2, |a, b| a >= b),
-        "lo" => each!(unsigned, test2, |a, b| a < b),
-        "ls" => each!(unsigned, test2, |a, b| a <= b),
-        "hi" => each!(unsigned, test2, |a, b| a > b),
-        "hs" => each!(unsigned, test2, |a, b| a >= b),
+        "lo" => compare("lt", unsigned)?,
+        "ls" => compare("le", unsigned)?,
+        "hi" => compare("gt", unsigned)?,
+        "hs" => compare("ge", unsigned)?,
         _ => return None,
     })
 }

@@ -6,39 +6,28 @@ use super::Round;
 /// The value of an f16.
 #[inline(always)]
 pub fn f16_to_f32(bits: u16) -> f32 {
-    let sign = (u32::from(bits) & 0x8000) << 16;
-    let rest = u32::from(bits) & 0x7fff;
-    let normal = (rest << 13).wrapping_add(112 << 23);
-    let denormal = (rest as f32 * (1.0 / 16_777_216.0)).to_bits();
+    // Signed integers throughout: processors compare and convert those at once.
+    let sign = (i32::from(bits) & 0x8000) << 16;
+    let rest = i32::from(bits) & 0x7fff;
+    let normal = (rest << 13) + (112 << 23);
+    let denormal = (rest as f32 * (1.0 / 16_777_216.0)).to_bits() as i32;
     let special = 0x7f80_0000 | (rest & 0x3ff) << 13;
-    f32::from_bits(
-        sign | if rest >= 0x7c00 {
-            special
-        } else if rest < 0x400 {
-            denormal
-        } else {
-            normal
-        },
-    )
+    let finite = if rest < 0x400 { denormal } else { normal };
+    f32::from_bits((sign | if rest >= 0x7c00 { special } else { finite }) as u32)
 }
 
 /// The nearest f16, ties to even; NaN becomes 0x7fff as on the device.
 #[inline(always)]
 pub fn f32_to_f16(value: f32) -> u16 {
-    let bits = value.to_bits();
+    let bits = value.to_bits() as i32;
     let sign = (bits >> 16) & 0x8000;
     let rest = bits & 0x7fff_ffff;
     let special = if rest > 0x7f80_0000 { 0x7fff } else { 0x7c00 | sign };
     // Adding a half aligns the last bit of a denormal with the last bit of the sum.
-    let denormal = sign | (f32::from_bits(rest) + 0.5).to_bits().wrapping_sub(0x3f00_0000);
+    let denormal = sign | ((f32::from_bits(rest as u32) + 0.5).to_bits() as i32).wrapping_sub(0x3f00_0000);
     let normal = sign | (rest.wrapping_add(0xfff + (rest >> 13 & 1)).wrapping_sub(112 << 23) >> 13);
-    (if rest >= 0x4780_0000 {
-        special
-    } else if rest < 0x3880_0000 {
-        denormal
-    } else {
-        normal
-    }) as u16
+    let finite = if rest < 0x3880_0000 { denormal } else { normal };
+    (if rest >= 0x4780_0000 { special } else { finite }) as u16
 }
 
 /// The value of a bf16.
@@ -112,17 +101,13 @@ pub fn fma_f16(a: f32, b: f32, c: f32) -> f32 {
     let sum = product + c;
     let part = sum - product;
     let rest = (product - (sum - part)) + (c - part);
+    // Round to odd: one step toward what was left out, unless the last bit is set already. (What is left of an
+    // infinite sum is no number.)
     let bits = sum.to_bits();
-    let away = (rest > 0.0) == (sum > 0.0);
-    let odd = if bits & 1 == 1 {
-        bits
-    } else if away {
-        bits.wrapping_add(1)
-    } else {
-        bits.wrapping_sub(1)
-    };
-    let inexact = rest != 0.0 && rest.is_finite() && sum.is_finite();
-    f32::from_bits(if inexact { odd } else { bits })
+    let inexact = (rest.to_bits() & 0x7fff_ffff).wrapping_sub(1) < 0x7f7f_ffff;
+    let toward = 1u32.wrapping_sub((bits ^ rest.to_bits()) >> 31 << 1);
+    let step = if inexact { toward } else { 0 };
+    f32::from_bits(if bits & 1 == 1 { bits } else { bits.wrapping_add(step) })
 }
 
 /// `a * b + c` of bf16 values, so that it can be rounded to bf16.

@@ -113,15 +113,16 @@ impl Lower<'_> {
             }
             "dp4a" | "dp2a" => {
                 let [a, b] = mn.types()[..] else { return Err("two types expected".into()) };
-                let name = match (mn.base(), mn.one_of(&["lo", "hi"])) {
-                    ("dp4a", None) => "dp4a",
-                    ("dp2a", Some("lo")) => "dp2a.lo",
-                    ("dp2a", Some(_)) => "dp2a.hi",
+                let high = match (mn.base(), mn.one_of(&["lo", "hi"])) {
+                    ("dp4a", None) => false,
+                    ("dp2a", Some(part)) => part == "hi",
                     _ => return Err("lo or hi expected".into()),
                 };
                 self.count(o, 4)?;
-                let x = self.sources3(o, Ty::B32)?;
-                self.lanes(int::dot(name, a == Ty::S32, b == Ty::S32), x, name, a)?;
+                let (a, b) = (a == Ty::S32, b == Ty::S32);
+                let k = u32::from(a) | u32::from(b) << 1 | u32::from(high) << 2;
+                let x = Args { k, ..self.sources3(o, Ty::B32)? };
+                self.lanes(int::dot(mn.base(), a, b), x, mn.base(), Ty::B32)?;
             }
             _ => return Ok(false),
         }
@@ -271,7 +272,7 @@ impl Lower<'_> {
             return self.lanes(int::binary(name, ty), x, name, ty);
         }
         let k = self.float_flags(mn, ty)?;
-        let found = float::binary(base, ty, k).or_else(|| half::binary(base, ty));
+        let found = float::binary(base, ty, k).or_else(|| half::binary(base, ty, k));
         self.lanes(found, Args { k, ..x }, base, ty)
     }
 
@@ -280,7 +281,7 @@ impl Lower<'_> {
         if !ty.integer() {
             let k = self.float_flags(mn, ty)?;
             let x = Args { k, ..self.sources2(o, ty)? };
-            return self.lanes(float::binary("mul", ty, k).or_else(|| half::binary("mul", ty)), x, "mul", ty);
+            return self.lanes(float::binary("mul", ty, k).or_else(|| half::binary("mul", ty, k)), x, "mul", ty);
         }
         let name = match (mn.base(), mn.one_of(&["lo", "hi", "wide"])) {
             ("mul", Some("lo")) => "mul.lo",
@@ -306,7 +307,7 @@ impl Lower<'_> {
         if !ty.integer() {
             let k = self.float_flags(mn, ty)?;
             let x = Args { k, ..self.sources3(o, ty)? };
-            return self.lanes(float::fused(ty, k).or_else(|| half::fused(ty)), x, "fma", ty);
+            return self.lanes(float::fused(ty, k).or_else(|| half::fused(ty, k)), x, "fma", ty);
         }
         let name = match mn.one_of(&["lo", "hi", "wide"]) {
             Some("lo") => "mad.lo",
@@ -425,7 +426,7 @@ impl Lower<'_> {
             k,
             ..Args::default()
         };
-        self.lanes(convert::convert(to, from, k, two), x, &format!("cvt to {to:?}"), from)?;
+        self.convert(to, from, x, two)?;
         // A destination may be wider than the type: the value is extended to it.
         let declared = self.register_of(&o[0])?.0;
         if to.integer() && declared.size() > to.size() && to.signed() {
@@ -435,9 +436,15 @@ impl Lower<'_> {
                 _ => Ty::S64,
             };
             let x = Args { d, a: d, b: 0, c: 0, ..Args::default() };
-            self.lanes(convert::convert(whole, to, 0, false), x, "cvt", to)?;
+            self.convert(whole, to, x, false)?;
         }
         Ok(())
+    }
+
+    fn convert(&mut self, to: Ty, from: Ty, x: Args, two: bool) -> Lowered<()> {
+        let (run, k) =
+            convert::convert(to, from, x.k, two).ok_or_else(|| format!("cvt of {from:?} to {to:?} is not known"))?;
+        self.emit(Op::Lanes(run, Args { k, ..x }))
     }
 
     /// A register of any size that holds the type, if it is not in the bank of 64 bits.
@@ -484,13 +491,13 @@ impl Lower<'_> {
             None => NONE,
         };
         let (a, b) = (self.source(&o[1], ty)?, self.source(&o[2], ty)?);
-        let found = if matches!(ty, Ty::F16x2 | Ty::Bf16x2) {
-            k |= half::relation(op).ok_or_else(|| format!("setp.{op} of {ty:?}"))? << 8;
-            half::compare_pairs(ty)
-        } else if ty.integer() {
+        let found = if ty.integer() {
             int::compare(op, ty)
+        } else if ty == Ty::F32 && !ftz {
+            float::compare(op)
         } else {
-            float::compare(op, ty, ftz).or_else(|| half::compare(op, ty))
+            k |= half::relation(op).ok_or_else(|| format!("setp.{op} of {ty:?}"))? << 8;
+            if matches!(ty, Ty::F16x2 | Ty::Bf16x2) { half::compare_pairs(ty) } else { half::compare(ty, ftz) }
         };
         self.lanes(found, Args { d, e, a, b, c, k }, "setp", ty)
     }
