@@ -2,7 +2,7 @@
 //! `k`. Approximate functions are computed well, so their last bits differ from a device's.
 
 // Comparisons of PTX that hold for NaN are the negations of those that do not.
-#![allow(clippy::neg_cmp_op_on_partial_ord)]
+#![allow(clippy::neg_cmp_op_on_partial_ord, clippy::double_comparisons)]
 
 use super::number::{exp2, flush, round_f32, two_sum};
 use super::{FTZ, NAN, SAT, round_of};
