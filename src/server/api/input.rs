@@ -66,19 +66,41 @@ fn tokens(list: &[Value], path: String, state: &State) -> Result<Input, ApiError
     Ok(Input { path, tokens, text: None })
 }
 
-/// Refuses a text of more bytes than the context has tokens for, before anybody looks for those tokens.
+/// Refuses a text that cannot fit before all of it is tokenized, which takes a hundred bytes for each token: one of more
+/// bytes than the context has tokens for, and one that is seen, part by part, to have twice the tokens.
 pub fn fits(text: &str, state: &State, path: &str) -> Result<(), ApiError> {
-    let (context, longest) = (state.engine.limits().context, state.text.tokenizer().longest_token());
-    if text.len() <= context.saturating_mul(longest) {
+    let (context, tokenizer) = (state.engine.limits().context, state.text.tokenizer());
+    let too_long = |what: String| {
+        let message = format!(
+            "the prompt has {what}; the context holds {context} tokens: shorten the prompt, or restart the server with \
+             a larger --ctx"
+        );
+        Err(ApiError { code: Some("context_length_exceeded"), ..ApiError::invalid(message).at(path) })
+    };
+    let longest = tokenizer.longest_token();
+    if text.len() > context.saturating_mul(longest) {
+        return too_long(format!("{} bytes, and a token stands for at most {longest}", text.len()));
+    }
+    let part = context.saturating_mul(4).max(MOST_PART);
+    if text.len() <= part {
         return Ok(());
     }
-    let message = format!(
-        "the prompt has {} bytes, the context holds {context} tokens of at most {longest} bytes each; shorten the \
-         prompt, or restart the server with a larger --ctx",
-        text.len()
-    );
-    Err(ApiError { code: Some("context_length_exceeded"), ..ApiError::invalid(message).at(path) })
+    // Parts cut a token or two; nobody is refused for those.
+    let (mut rest, mut tokens) = (text, 0);
+    while !rest.is_empty() {
+        let end = (0..=part.min(rest.len())).rev().find(|&at| rest.is_char_boundary(at)).unwrap_or(rest.len());
+        let (one, more) = rest.split_at(end);
+        tokens += tokenizer.encode(one, true).map_err(|error| refuse(error.into(), path))?.len();
+        if tokens > context.saturating_mul(2) {
+            return too_long(format!("more than {} tokens in {} bytes", context.saturating_mul(2), text.len()));
+        }
+        rest = more;
+    }
+    Ok(())
 }
+
+/// Bytes of a text that may be tokenized at once in any case.
+const MOST_PART: usize = 1 << 10;
 
 /// A text or conversation that cannot become a prompt: the client's to mend.
 pub fn refuse(error: PromptError, path: &str) -> ApiError {

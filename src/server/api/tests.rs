@@ -654,12 +654,19 @@ async fn texts_that_cannot_fit_are_not_tokenized() {
         ("/tokenize", json!({"messages": [{"role": "user", "content": long}]})),
         ("/v1/embeddings", json!({"input": long})),
     ] {
-        let value = refused(bench.post(path, body).await, &format!("context holds {CONTEXT} tokens of at most"));
+        let value = refused(bench.post(path, body).await, "a token stands for at most");
         assert_eq!(value["error"]["code"], "context_length_exceeded");
     }
-    // One byte less is looked at.
-    refused(bench.post(TEXT, once("a".repeat(most), json!({}))).await, "the prompt has");
-    refused(bench.post("/tokenize", json!({"content": "a".repeat((4 << 20) + 1)})).await, "4194304 are taken");
+    // One byte less is looked at, as far as needed.
+    assert!(most > 4 * CONTEXT, "{most}");
+    let value = refused(bench.post(TEXT, once("a".repeat(most), json!({}))).await, "more than 600 tokens in");
+    assert_eq!(value["error"]["code"], "context_length_exceeded");
+    refused(bench.post(TEXT, once("a".repeat(500), json!({}))).await, "the prompt has 500 tokens");
+    // What only looks long is taken.
+    let special = "<|eos|>".repeat(CONTEXT - 10);
+    assert!(special.len() > 4 * CONTEXT);
+    bench.ok(TEXT, once(special, json!({"max_tokens": 1}))).await;
+    refused(bench.post("/tokenize", json!({"content": "a".repeat((1 << 20) + 1)})).await, "1048576 are taken");
     refused(bench.post("/detokenize", json!({"tokens": vec![70; (1 << 18) + 1]})).await, "262144 are taken");
     assert_eq!(bench.ok("/tokenize", json!({"content": long})).await["count"], most + 1);
 }

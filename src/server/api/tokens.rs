@@ -6,7 +6,7 @@ use super::{chat, constrain, fields::Fields, params::token, run::server_error};
 use crate::server::{ApiError, State};
 
 /// Most bytes of a text to be tokenized, and most tokens to be written out.
-const MOST_BYTES: usize = 4 << 20;
+const MOST_BYTES: usize = 1 << 20;
 const MOST_TOKENS: usize = 1 << 18;
 
 /// Tokens of a `content` (llama-server: nothing added unless `add_special`), a `prompt` (vLLM: BOS unless
