@@ -91,18 +91,31 @@ DEVICE float fold(float2 factors, float a, float b) { return __fmaf_rn(a, factor
 
 // ---- matrices in shared memory
 
-DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+// Four 8x8 matrices of f16; lane l gives the address of row l % 8 of matrix l / 8.
+DEVICE void load_matrices(u32 (&r)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
 
-DEVICE void load_matrices_turned(u32 (&r)[4], const void* row) {
+DEVICE void load_matrices_turned(u32 (&r)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
+}
+
+// Bytes from the first of four matrices to this lane's row in rows of `pitch` elements: matrices 0 and 1 lie one below
+// the other, 2 and 3 right of them; or 0 and 1 side by side, 2 and 3 below.
+DEVICE u32 rows_first(u32 pitch) {
+    u32 l = threadIdx.x % 32;
+    return (l % 16 * pitch + l / 16 * 8) * 2;
+}
+
+DEVICE u32 columns_first(u32 pitch) {
+    u32 l = threadIdx.x % 32;
+    return ((l / 16 * 8 + l % 8) * pitch + l / 8 % 2 * 8) * 2;
 }
 
 DEVICE u32 mul_f16x2(u32 a, u32 b) {
@@ -128,6 +141,12 @@ DEVICE uint2 codes_to_f16(u32 codes) {
 
 // ---- steps of keys and values on their way to shared memory
 
+// `copy_async_16` of gpu.h, to an address of shared memory.
+DEVICE void copy_async(u32 shared, const void* global, bool there) {
+    int bytes = there ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 // A step. Rows are padded by 16 bytes, so that the eight rows of a matrix lie in different banks.
 template <int D>
 struct Shape {
@@ -139,8 +158,8 @@ struct Shape {
     static constexpr bool SPILL = D > 128;
     // Codes of the next step wait in registers while this one is computed, where there are any left.
     static constexpr bool AHEAD = D <= 128;
-    // 8-element pieces of keys and values of a step, per thread.
-    static constexpr int PIECES = 2 * STEP * (D / 8) / THREADS;
+    // Rows of keys (and of values) of which a thread takes 8 elements.
+    static constexpr int ROWS = STEP * (D / 8) / THREADS;
 };
 
 // What a block reads of the cache: one sequence, one head, keys `from..to`.
@@ -151,72 +170,96 @@ struct Span {
     u32 from, to, d;
 };
 
-// Piece `i` of this thread in a step: row of keys (first STEP) or values, and column.
+// Row `i` of this thread in a step, and its column.
 template <int D>
-DEVICE void place_of(int i, u32& row, u32& column) {
-    u32 piece = threadIdx.x + i * THREADS;
-    row = piece / (D / 8);
-    column = piece % (D / 8) * 8;
+DEVICE u32 row_of(int i) {
+    return threadIdx.x / (D / 8) + i * (THREADS / (D / 8));
 }
 
 template <int D>
-DEVICE void load_step_f16(u16* stage, const Span& s, u32 first) {
+DEVICE u32 column_of() {
+    return threadIdx.x % (D / 8) * 8;
+}
+
+// Keys and values `first..` to a stage, at shared address `stage`; zeros for what the block does not look at.
+template <int D>
+DEVICE void load_step_f16(u32 stage, const Span& s, u32 first) {
     using S = Shape<D>;
+    u32 column = column_of<D>();
+    if (column >= s.d) return;
 #pragma unroll
-    for (int i = 0; i < S::PIECES; i++) {
-        u32 row, column;
-        place_of<D>(i, row, column);
-        if (column >= s.d) continue;
-        u32 part = row / S::STEP, key = first + row % S::STEP;
+    for (int i = 0; i < S::ROWS; i++) {
+        u32 row = row_of<D>(i), key = first + row;
         bool there = key >= s.from && key < s.to;
         const u8* at = s.base;
-        if (there) at += s.table[key / BLOCK] * s.block + 2 * ((part * BLOCK + key % BLOCK) * s.d + column);
-        copy_async_16(stage + row * S::ROW + column, at, there);
+        if (there) at += s.table[key / BLOCK] * s.block + 2 * (key % BLOCK * s.d + column);
+        u32 to = stage + 2 * (row * S::ROW + column);
+        copy_async(to, at, there);
+        copy_async(to + 2 * S::PART, at + (there ? 2 * BLOCK * s.d : 0), there);
     }
 }
 
-// Codes of a step in registers, and the scales that belong to them.
-template <int D>
+// Eight codes of a key and of its value, and their scales.
 struct Codes {
-    uint2 codes[Shape<D>::PIECES];
-    u16 scales[Shape<D>::PIECES];
+    uint2 key, value;
+    u16 key_scale, value_scale;
 };
 
-template <int D>
-DEVICE void load_step_int8(Codes<D>& to, const Span& s, u32 first) {
-    using S = Shape<D>;
-#pragma unroll
-    for (int i = 0; i < S::PIECES; i++) {
-        u32 row, column;
-        place_of<D>(i, row, column);
-        u32 part = row / S::STEP, key = first + row % S::STEP;
-        to.codes[i] = make_uint2(0, 0);
-        to.scales[i] = 0;
-        if (column >= s.d || key < s.from || key >= s.to) continue;
-        const u8* at = s.base + s.table[key / BLOCK] * s.block;
-        to.codes[i] = *(const uint2*)(at + SCALES + (part * BLOCK + key % BLOCK) * s.d + column);
-        to.scales[i] = ((const u16*)at)[part * BLOCK + key % BLOCK];
-    }
+DEVICE Codes load_codes(const Span& s, u32 key, u32 column) {
+    Codes c = {make_uint2(0, 0), make_uint2(0, 0), 0, 0};
+    if (column >= s.d || key < s.from || key >= s.to) return c;
+    u32 slot = key % BLOCK;
+    const u8* at = s.base + s.table[key / BLOCK] * s.block;
+    const u8* codes = at + SCALES + slot * s.d + column;
+    c.key = *(const uint2*)codes;
+    c.value = *(const uint2*)(codes + BLOCK * s.d);
+    c.key_scale = ((const u16*)at)[slot];
+    c.value_scale = ((const u16*)at)[BLOCK + slot];
+    return c;
 }
 
 // Keys as integers and their scales to `scales`, values under their scales.
 template <int D>
-DEVICE void store_step_int8(u16* stage, float* scales, const Codes<D>& from, u32 d) {
-    using S = Shape<D>;
+DEVICE void store_codes(u16* stage, float* scales, const Codes& c, u32 row, u32 column, u32 d) {
+    if (column >= d) return;
+    u16* to = stage + row * Shape<D>::ROW + column;
+    if (column == 0) scales[row] = f16_to_f32(c.key_scale);
+    uint2 a = codes_to_f16(c.key.x), b = codes_to_f16(c.key.y);
+    *(uint4*)to = make_uint4(a.x, a.y, b.x, b.y);
+    a = codes_to_f16(c.value.x);
+    b = codes_to_f16(c.value.y);
+    u32 scale = c.value_scale * 0x10001u;
+    *(uint4*)(to + Shape<D>::PART) =
+        make_uint4(clamp_f16x2(mul_f16x2(a.x, scale)), clamp_f16x2(mul_f16x2(a.y, scale)),
+                   clamp_f16x2(mul_f16x2(b.x, scale)), clamp_f16x2(mul_f16x2(b.y, scale)));
+}
+
+// A step of codes: into registers, from there to a stage, or both at once.
+template <int D>
+struct Waiting {
+    Codes rows[Shape<D>::ROWS];
+};
+
+template <int D>
+DEVICE void load_step_int8(Waiting<D>& to, const Span& s, u32 first) {
 #pragma unroll
-    for (int i = 0; i < S::PIECES; i++) {
-        u32 row, column;
-        place_of<D>(i, row, column);
-        if (column >= d) continue;
-        uint2 a = codes_to_f16(from.codes[i].x), b = codes_to_f16(from.codes[i].y);
-        if (row < S::STEP) {
-            if (column == 0) scales[row] = f16_to_f32(from.scales[i]);
-        } else {
-            u32 scale = from.scales[i] * 0x10001u;
-            a = make_uint2(clamp_f16x2(mul_f16x2(a.x, scale)), clamp_f16x2(mul_f16x2(a.y, scale)));
-            b = make_uint2(clamp_f16x2(mul_f16x2(b.x, scale)), clamp_f16x2(mul_f16x2(b.y, scale)));
-        }
-        *(uint4*)(stage + row * S::ROW + column) = make_uint4(a.x, a.y, b.x, b.y);
+    for (int i = 0; i < Shape<D>::ROWS; i++) to.rows[i] = load_codes(s, first + row_of<D>(i), column_of<D>());
+}
+
+template <int D>
+DEVICE void store_step_int8(u16* stage, float* scales, const Waiting<D>& from, u32 d) {
+#pragma unroll
+    for (int i = 0; i < Shape<D>::ROWS; i++) {
+        store_codes<D>(stage, scales, from.rows[i], row_of<D>(i), column_of<D>(), d);
+    }
+}
+
+template <int D>
+DEVICE void move_step_int8(u16* stage, float* scales, const Span& s, u32 first) {
+#pragma unroll 1
+    for (int i = 0; i < Shape<D>::ROWS; i++) {
+        Codes c = load_codes(s, first + row_of<D>(i), column_of<D>());
+        store_codes<D>(stage, scales, c, row_of<D>(i), column_of<D>(), s.d);
     }
 }
 
@@ -263,8 +306,8 @@ DEVICE void load_queries(const Attend& p, const Chunk& c, u32 kv_head, u32 vecto
 struct Vectors {
     float m[2];              // largest scores so far
     float scale[2];          // of scores, and to powers of two
-    u32 first[2], last[2];   // keys seen; first > last: none
-    u64 at[2];               // (row, slot, head) of the result, counted; ~0: none
+    u32 first[2], last[2];   // keys seen
+    u32 at[2];               // (row, slot, head) of the result, counted; NONE: no vector
     float put_m[2], put_l[2];  // what is there already, if `any`
     bool any;
 };
@@ -279,20 +322,32 @@ DEVICE Vectors vectors_of(const Attend& p, const Chunk& c, const Tile& tile, u32
         u32 v = vector + g + 8 * i, row = v / group, pos = c.start + row;
         bool there = v < all;
         r.scale[i] = factors[g + 8 * i] * (p.scale * LOG2E);
-        r.first[i] = there ? first_seen(pos, p.window) : 1;
-        r.last[i] = there ? pos : 0;
-        u64 slot = (u64)c.partials + (u64)row * c.slots + (tile.split == NONE ? 0 : tile.split - c.split);
-        r.at[i] = there ? slot * p.heads + kv_head * group + v % group : ~0ull;
+        // What is no vector hides nothing, so that the others need no mask because of it.
+        r.first[i] = there ? first_seen(pos, p.window) : 0;
+        r.last[i] = there ? pos : NONE;
+        u32 slot = c.partials + row * c.slots + (tile.split == NONE ? 0 : tile.split - c.split);
+        r.at[i] = there ? slot * p.heads + kv_head * group + v % group : NONE;
         r.m[i] = -INFINITY;
         r.put_m[i] = r.put_l[i] = 0.0f;
     }
     return r;
 }
 
-// A score as a power of two; -inf, whatever was read for the key, where the vector does not see it.
+// Whether vectors of the warp do not see all of keys `first..first + N`.
+template <int N>
+DEVICE bool hides(const Vectors& v, u32 first) {
+    bool all = first >= v.first[0] && first >= v.first[1] && first + N - 1 <= v.last[0] && first + N - 1 <= v.last[1];
+    return __any_sync(FULL, !all);
+}
+
+// A score as a power of two; `scale`: of an int8 key.
 template <bool CODES>
-DEVICE float score(const Vectors& v, int i, u32 key, float x, const float* scale) {
-    x = CODES ? x * *scale * v.scale[i] : x * v.scale[i];
+DEVICE float score(const Vectors& v, int i, float x, const float* scale) {
+    return CODES ? x * *scale * v.scale[i] : x * v.scale[i];
+}
+
+// -inf, whatever was read for the key, where the vector does not see it.
+DEVICE float mask(const Vectors& v, int i, u32 key, float x) {
     return key >= v.first[i] && key <= v.last[i] ? x : -INFINITY;
 }
 
@@ -346,8 +401,8 @@ DEVICE void put(const Attend& p, Sums<N>& s, Vectors& v, u32 column, bool state)
     u32 t = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        if (v.at[i] == ~0ull) continue;
-        float* out = p.out + v.at[i] * p.d + column + 2 * t;
+        if (v.at[i] == NONE) continue;
+        float* out = p.out + (u64)v.at[i] * p.d + column + 2 * t;
         float2 factors = make_float2(0.0f, 1.0f);
         if (v.any) factors = fold_factors(v.put_m[i], v.m[i]);
         else v.put_m[i] = v.m[i];
@@ -376,18 +431,19 @@ DEVICE void put(const Attend& p, Sums<N>& s, Vectors& v, u32 column, bool state)
 // One step of keys `first..` in `stage`, for a warp; `scales`: of int8 keys. `q`: left operands in registers, or, where
 // they do not fit, `queries` in shared memory.
 template <int D, bool CODES>
-DEVICE void wide_step(Vectors& v, Sums<D / 8>& sums, const u32 (&q)[Shape<D>::SPILL ? 1 : D / 16][4],
-                      const u16* queries, const u16* stage, const float* scales, u32 first) {
+DEVICE void wide_step(Vectors& v, Sums<D / 8>& sums, const u32 (&q)[Shape<D>::SPILL ? 1 : D / 16][4], u32 queries,
+                      u32 stage, const float* scales, u32 first) {
     using S = Shape<D>;
-    u32 lane = threadIdx.x % 32, t = lane % 4, matrix = lane / 8, r = lane % 8;
+    u32 t = threadIdx.x % 4;
     float s[S::STEP / 8][4];
 #pragma unroll
     for (int j = 0; j < S::STEP / 8; j++) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f;
+    u32 keys = stage + columns_first(S::ROW);
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         u32 a[4];
         if (S::SPILL) {
-            load_matrices(a, queries + (matrix % 2 * 8 + r) * S::ROW + 16 * k + matrix / 2 * 8);
+            load_matrices(a, queries + 32 * k);
         } else {
 #pragma unroll
             for (int i = 0; i < 4; i++) a[i] = q[k][i];
@@ -395,39 +451,49 @@ DEVICE void wide_step(Vectors& v, Sums<D / 8>& sums, const u32 (&q)[Shape<D>::SP
 #pragma unroll
         for (int j = 0; j < S::STEP / 16; j++) {
             u32 b[4];
-            load_matrices(b, stage + (16 * j + matrix / 2 * 8 + r) * S::ROW + 16 * k + matrix % 2 * 8);
+            load_matrices(b, keys + 2 * (16 * j * S::ROW + 16 * k));
             mma_f16(s[2 * j], a[0], a[1], a[2], a[3], b[0], b[1]);
             mma_f16(s[2 * j + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        }
+    }
+    scales += 2 * t;
+#pragma unroll
+    for (int j = 0; j < S::STEP / 8; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[j][e] = score<CODES>(v, e / 2, s[j][e], scales + 8 * j + e % 2);
+    }
+    if (hides<S::STEP>(v, first)) {
+#pragma unroll
+        for (int j = 0; j < S::STEP / 8; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[j][e] = mask(v, e / 2, first + 2 * t + 8 * j + e % 2, s[j][e]);
         }
     }
     float most[2] = {v.m[0], v.m[1]}, old[2];
 #pragma unroll
     for (int j = 0; j < S::STEP / 8; j++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            u32 column = 8 * j + 2 * t + e % 2;
-            s[j][e] = score<CODES>(v, e / 2, first + column, s[j][e], scales + column);
-            most[e / 2] = fmaxf(most[e / 2], s[j][e]);
-        }
+        most[0] = fmaxf(most[0], fmaxf(s[j][0], s[j][1]));
+        most[1] = fmaxf(most[1], fmaxf(s[j][2], s[j][3]));
     }
     most[0] = quad_max(most[0]);
     most[1] = quad_max(most[1]);
     take_maxima(v, most, old);
     rescale(sums, old);
-    const u16* values = stage + S::PART;
+    float under[2] = {finite(most[0]), finite(most[1])};
+    u32 values = stage + 2 * S::PART + rows_first(S::ROW);
 #pragma unroll
     for (int k = 0; k < S::STEP / 16; k++) {
         u32 a[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float* x = &s[2 * k + i / 2][i % 2 * 2];
-            a[i] = f32_to_f16x2(exp2_fast(x[0] - finite(most[i % 2])), exp2_fast(x[1] - finite(most[i % 2])));
+            a[i] = f32_to_f16x2(exp2_fast(x[0] - under[i % 2]), exp2_fast(x[1] - under[i % 2]));
         }
         mma_f16(sums.l, a[0], a[1], a[2], a[3], ONES, ONES);
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
             u32 b[4];
-            load_matrices_turned(b, values + (16 * k + matrix % 2 * 8 + r) * S::ROW + 16 * n + matrix / 2 * 8);
+            load_matrices_turned(b, values + 2 * (16 * k * S::ROW + 16 * n));
             mma_f16(sums.o[2 * n], a[0], a[1], a[2], a[3], b[0], b[1]);
             mma_f16(sums.o[2 * n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
         }
@@ -456,7 +522,7 @@ DEVICE Span span_of(const Attend& p, const Chunk& c, const Tile& tile, u32 kv_he
 template <int D, bool CODES>
 DEVICE void wide_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* shared) {
     using S = Shape<D>;
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 warp = threadIdx.x / 32;
     const Chunk c = chunks_of(p)[tile.chunk];
     u32 all = c.rows * (p.heads / p.kv_heads);
     Span span = span_of(p, c, tile, kv_head, min(all, tile.vector + WIDE));
@@ -474,26 +540,26 @@ DEVICE void wide_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* share
     if (!S::SPILL) {
 #pragma unroll
         for (int k = 0; k < D / 16; k++) {
-            load_matrices(q[k], queries + (lane / 8 % 2 * 8 + lane % 8) * S::ROW + 16 * k + lane / 16 * 8);
+            load_matrices(q[k], shared_address(queries) + rows_first(S::ROW) + 32 * k);
         }
     }
     Vectors v = vectors_of(p, c, tile, kv_head, vector, all, factors + warp * 16);
     // Of the warp; steps outside do nothing.
-    u32 seen_first = __reduce_min_sync(FULL, min(v.first[0] > v.last[0] ? NONE : v.first[0],
-                                                 v.first[1] > v.last[1] ? NONE : v.first[1]));
-    u32 seen_last = __reduce_max_sync(FULL, max(v.last[0], v.last[1]));
+    bool there[2] = {v.at[0] != NONE, v.at[1] != NONE};
+    u32 seen_first = __reduce_min_sync(FULL, min(there[0] ? v.first[0] : NONE, there[1] ? v.first[1] : NONE));
+    u32 seen_last = __reduce_max_sync(FULL, max(there[0] ? v.last[0] : 0, there[1] ? v.last[1] : 0));
     __syncthreads();
     clear_padding<D>(stages, 4 * S::STEP, p.d);
     Sums<D / 8> sums;
     clear(sums);
 
-    u32 first = span.from / S::STEP * S::STEP, stage = 0;
-    Codes<D> codes;
+    u32 first = span.from / S::STEP * S::STEP, stage = 0, address = shared_address(stages);
+    u32 own_queries = shared_address(queries) + rows_first(S::ROW);
+    Waiting<D> codes;
     if (CODES) {
-        load_step_int8<D>(codes, span, first);
-        store_step_int8<D>(stages, scales, codes, p.d);
+        move_step_int8<D>(stages, scales, span, first);
     } else {
-        load_step_f16<D>(stages, span, first);
+        load_step_f16<D>(address, span, first);
         copy_commit();
     }
     for (; first < span.to; first += S::STEP, stage ^= 1) {
@@ -501,18 +567,19 @@ DEVICE void wide_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* share
         // The step is there, and everybody is done with the one before.
         __syncthreads();
         bool more = first + S::STEP < span.to;
-        u16* next = stages + (stage ^ 1) * 2 * S::PART;
         if (more) {
             if (CODES && S::AHEAD) load_step_int8<D>(codes, span, first + S::STEP);
-            if (!CODES) load_step_f16<D>(next, span, first + S::STEP);
+            if (!CODES) load_step_f16<D>(address + (stage ^ 1) * 4 * S::PART, span, first + S::STEP);
         }
         if (!CODES) copy_commit();
         if (vector < all && first <= seen_last && first + S::STEP > seen_first) {
-            wide_step<D, CODES>(v, sums, q, queries, stages + stage * 2 * S::PART, scales + stage * S::STEP, first);
+            wide_step<D, CODES>(v, sums, q, own_queries, address + stage * 4 * S::PART, scales + stage * S::STEP, first);
         }
         if (CODES && more) {
-            if (!S::AHEAD) load_step_int8<D>(codes, span, first + S::STEP);
-            store_step_int8<D>(next, scales + (stage ^ 1) * S::STEP, codes, p.d);
+            u16* to = stages + (stage ^ 1) * 2 * S::PART;
+            float* to_scales = scales + (stage ^ 1) * S::STEP;
+            if (S::AHEAD) store_step_int8<D>(to, to_scales, codes, p.d);
+            else move_step_int8<D>(to, to_scales, span, first + S::STEP);
         }
         if ((first + S::STEP) % SPLIT == 0 || !more) put(p, sums, v, 0, true);
     }
@@ -536,26 +603,28 @@ struct Exchange {
 };
 
 template <int D, bool CODES>
-DEVICE void narrow_step(Vectors& v, Sums<D / 32>& sums, const u32 (&q)[D / 16][4], Exchange<D>& x, const u16* stage,
+DEVICE void narrow_step(Vectors& v, Sums<D / 32>& sums, const u32 (&q)[D / 16][4], Exchange<D>& x, u32 stage,
                         const float* scales, u32 first) {
     using S = Shape<D>;
     constexpr int ROW = Exchange<D>::ROW;
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, matrix = lane / 8, r = lane % 8;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     u32 column = 8 * warp + 2 * t;
     // A warp has eight keys; of 16 only two warps have some.
     bool keys = 8 * warp < S::STEP;
     if (keys) {
+        // Four matrices side by side.
+        u32 at = stage + 2 * ((8 * warp + lane % 8) * S::ROW + lane / 8 * 8);
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
             u32 b[4];
-            load_matrices(b, stage + (8 * warp + r) * S::ROW + 32 * k + matrix * 8);
+            load_matrices(b, at + 64 * k);
             mma_f16(s, q[2 * k][0], q[2 * k][1], q[2 * k][2], q[2 * k][3], b[0], b[1]);
             mma_f16(s, q[2 * k + 1][0], q[2 * k + 1][1], q[2 * k + 1][2], q[2 * k + 1][3], b[2], b[3]);
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[e] = score<CODES>(v, e / 2, first + column + e % 2, s[e], scales + column + e % 2);
+            s[e] = mask(v, e / 2, first + column + e % 2, score<CODES>(v, e / 2, s[e], scales + column + e % 2));
         }
         float top = quad_max(fmaxf(s[0], s[1])), bottom = quad_max(fmaxf(s[2], s[3]));
         if (t == 0) {
@@ -579,27 +648,29 @@ DEVICE void narrow_step(Vectors& v, Sums<D / 32>& sums, const u32 (&q)[D / 16][4
     }
     __syncthreads();
     rescale(sums, old);
-    u32 a[S::STEP / 16][4];
+    u32 a[2][4], weights = shared_address(x.p) + rows_first(ROW);
 #pragma unroll
     for (int k = 0; k < S::STEP / 16; k++) {
-        load_matrices(a[k], x.p + (matrix % 2 * 8 + r) * ROW + 16 * k + matrix / 2 * 8);
+        load_matrices(a[k], weights + 32 * k);
         mma_f16(sums.l, a[k][0], a[k][1], a[k][2], a[k][3], ONES, ONES);
     }
-    const u16* values = stage + S::PART + warp * (D / 4);
+    u32 values = stage + 2 * (S::PART + warp * (D / 4));
     if (S::STEP == 32) {
+        // Four matrices one below the other.
+        values += 2 * lane * S::ROW;
 #pragma unroll
         for (int n = 0; n < D / 32; n++) {
             u32 b[4];
-            load_matrices_turned(b, values + (8 * matrix + r) * S::ROW + 8 * n);
+            load_matrices_turned(b, values + 16 * n);
             mma_f16(sums.o[n], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
-            mma_f16(sums.o[n], a[S::STEP / 16 - 1][0], a[S::STEP / 16 - 1][1], a[S::STEP / 16 - 1][2],
-                    a[S::STEP / 16 - 1][3], b[2], b[3]);
+            mma_f16(sums.o[n], a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
         }
     } else {
+        values += rows_first(S::ROW);
 #pragma unroll
         for (int n = 0; n < D / 64; n++) {
             u32 b[4];
-            load_matrices_turned(b, values + (matrix % 2 * 8 + r) * S::ROW + 16 * n + matrix / 2 * 8);
+            load_matrices_turned(b, values + 32 * n);
             mma_f16(sums.o[2 * n], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
             mma_f16(sums.o[2 * n + 1], a[0][0], a[0][1], a[0][2], a[0][3], b[2], b[3]);
         }
@@ -611,7 +682,7 @@ template <int D, bool CODES>
 DEVICE void narrow_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* shared) {
     using S = Shape<D>;
     constexpr int STAGES = Depth<CODES>::STAGES;
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 warp = threadIdx.x / 32;
     const Chunk c = chunks_of(p)[tile.chunk];
     u32 all = c.rows * (p.heads / p.kv_heads);
     Span span = span_of(p, c, tile, kv_head, min(all, tile.vector + NARROW));
@@ -622,11 +693,9 @@ DEVICE void narrow_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* sha
     u32 mine = warp * (NARROW / WARPS);
     load_queries<D>(p, c, kv_head, tile.vector + mine, NARROW / WARPS, all, shared + mine * S::ROW, x.factors + mine);
     __syncthreads();
-    u32 q[D / 16][4];
+    u32 q[D / 16][4], address = shared_address(shared);
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-        load_matrices(q[k], shared + (lane / 8 % 2 * 8 + lane % 8) * S::ROW + 16 * k + lane / 16 * 8);
-    }
+    for (int k = 0; k < D / 16; k++) load_matrices(q[k], address + rows_first(S::ROW) + 32 * k);
     Vectors v = vectors_of(p, c, tile, kv_head, tile.vector, all, x.factors);
     __syncthreads();
     clear_padding<D>(shared, 2 * STAGES * S::STEP, p.d);
@@ -634,14 +703,13 @@ DEVICE void narrow_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* sha
     clear(sums);
 
     u32 first = span.from / S::STEP * S::STEP, stage = 0;
-    Codes<D> codes;
+    Waiting<D> codes;
     if (CODES) {
-        load_step_int8<D>(codes, span, first);
-        store_step_int8<D>(shared, scales, codes, p.d);
+        move_step_int8<D>(shared, scales, span, first);
     } else {
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++) {
-            if (first + i * S::STEP < span.to) load_step_f16<D>(shared + i * 2 * S::PART, span, first + i * S::STEP);
+            if (first + i * S::STEP < span.to) load_step_f16<D>(address + i * 4 * S::PART, span, first + i * S::STEP);
             copy_commit();
         }
     }
@@ -651,9 +719,9 @@ DEVICE void narrow_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* sha
         bool more = first + S::STEP < span.to;
         u32 ahead = first + (STAGES - 1) * S::STEP, next = (stage + STAGES - 1) % STAGES;
         if (CODES && more) load_step_int8<D>(codes, span, ahead);
-        if (!CODES && ahead < span.to) load_step_f16<D>(shared + next * 2 * S::PART, span, ahead);
+        if (!CODES && ahead < span.to) load_step_f16<D>(address + next * 4 * S::PART, span, ahead);
         if (!CODES) copy_commit();
-        narrow_step<D, CODES>(v, sums, q, x, shared + stage * 2 * S::PART, scales + stage * S::STEP, first);
+        narrow_step<D, CODES>(v, sums, q, x, address + stage * 4 * S::PART, scales + stage * S::STEP, first);
         if (CODES && more) store_step_int8<D>(shared + next * 2 * S::PART, scales + next * S::STEP, codes, p.d);
         if ((first + S::STEP) % SPLIT == 0 || !more) put(p, sums, v, warp * (D / 4), warp == 0);
     }

@@ -139,6 +139,10 @@ impl Batch {
             }
         }
         let (slots, width, heads) = sizes(layers, rows);
+        assert!(
+            slots.saturating_mul(heads) < u32::MAX as usize,
+            "{slots} slots of {heads} heads are counted in 32 bits"
+        );
         let len = 4096;
         Ok(Batch {
             device: device.clone(),
