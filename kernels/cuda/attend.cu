@@ -199,6 +199,13 @@ DEVICE void load_step_f16(u32 stage, const Span& s, u32 first) {
     }
 }
 
+// At once; the compiler alone sometimes makes four stores of it, which collide.
+DEVICE void store_shared(void* to, uint2 a, uint2 b) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)), "r"(a.x), "r"(a.y), "r"(b.x),
+                 "r"(b.y)
+                 : "memory");
+}
+
 // Eight codes of a key and of its value, and their scales.
 struct Codes {
     uint2 key, value;
@@ -225,13 +232,13 @@ DEVICE void store_codes(u16* stage, float* scales, const Codes& c, u32 row, u32 
     u16* to = stage + row * Shape<D>::ROW + column;
     if (column == 0) scales[row] = f16_to_f32(c.key_scale);
     uint2 a = codes_to_f16(c.key.x), b = codes_to_f16(c.key.y);
-    *(uint4*)to = make_uint4(a.x, a.y, b.x, b.y);
+    store_shared(to, a, b);
     a = codes_to_f16(c.value.x);
     b = codes_to_f16(c.value.y);
     u32 scale = c.value_scale * 0x10001u;
-    *(uint4*)(to + Shape<D>::PART) =
-        make_uint4(clamp_f16x2(mul_f16x2(a.x, scale)), clamp_f16x2(mul_f16x2(a.y, scale)),
-                   clamp_f16x2(mul_f16x2(b.x, scale)), clamp_f16x2(mul_f16x2(b.y, scale)));
+    a = make_uint2(clamp_f16x2(mul_f16x2(a.x, scale)), clamp_f16x2(mul_f16x2(a.y, scale)));
+    b = make_uint2(clamp_f16x2(mul_f16x2(b.x, scale)), clamp_f16x2(mul_f16x2(b.y, scale)));
+    store_shared(to + Shape<D>::PART, a, b);
 }
 
 // A step of codes: into registers, from there to a stage, or both at once.
