@@ -26,9 +26,9 @@ pub mod bound {
     /// Rope, absolute, for heads within +-3.
     pub const ROPE: f64 = 1e-6;
     /// Attention in f32, absolute, for values within +-3.
-    pub const ATTEND_F32: f64 = 6e-6;
+    pub const ATTEND_F32: f64 = 4e-6;
     /// Attention on tensor cores, absolute, for values within +-3: queries and weights are f16.
-    pub const ATTEND_F16: f64 = 6e-3;
+    pub const ATTEND_F16: f64 = 3e-3;
 }
 
 /// The device that tests run on: the virtual one, with every check on, or with `QUERN_CUDA_DEVICE=1` what the machine
