@@ -9,6 +9,7 @@ typedef unsigned long long u64;
 typedef signed char i8;
 
 #define DEVICE static __device__ __forceinline__
+#define METHOD __device__ __forceinline__
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
 #define FULL 0xffffffffu
 #ifndef INFINITY
@@ -77,6 +78,13 @@ DEVICE void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same without what was in d.
+DEVICE void mma_f16_first(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
 // d[16][8] += a[16][32] * b[32][8], int8 in, int32 sums. a0 (g, 4t..4t+3), a1 (g+8, same), a2 (g, 4t+16..),
 // a3 (g+8, 4t+16..); b0 (4t..4t+3, g), b1 (4t+16.., g); d as above.
 DEVICE void mma_s8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -102,6 +110,12 @@ DEVICE void copy_async(void* shared, const void* global, bool there) {
     int bytes = there ? BYTES : 0;
     asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
                  "n"(BYTES)
+                 : "memory");
+}
+
+// Copies the first `bytes` (0 or 16) of 16, and zeros for the rest; where that is 0, `global` may point anywhere.
+DEVICE void copy_async_some(void* shared, const void* global, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
                  : "memory");
 }
 

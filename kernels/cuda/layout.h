@@ -25,6 +25,7 @@ typedef u64 DevicePtr;
 #define SCALE_NONE 4
 #define SLICES 8
 #define STAGE_COLUMNS 32
+#define SUMS_PITCH 68
 #define WIDE_TOKENS 64
 #define EXACT_TOKENS 8
 

@@ -13,7 +13,7 @@
 // activation at once. Shared memory: a stage holds codes [quad of 4 columns][64 rows] (with the 16-byte pieces of a
 // quad exchanged so that no two lanes of a quarter of a warp meet in a bank), activations [TOKENS][32], scales [64],
 // zeros or minima [64], the upper level of nested scales, sums of 16 activations [TOKENS][2]; kernels `_16_` keep
-// activations as [2][TOKENS][16].
+// activations as [2][TOKENS][16], the second 16 columns 64 bytes further on than that, for the banks' sake.
 
 #include "linear.h"
 
@@ -24,200 +24,248 @@ DEVICE constexpr int stages_of(int code, int tokens, bool pair) {
     return four && pair ? 3 : 2;
 }
 
-// Copies the 32 columns from `at` on, of which those before `end` count, and moves on.
+// A warp's copies of 32 columns after 32 columns.
 template <int CODE, int TOKENS, bool PAIR>
-DEVICE void copy_stage(const LinearArgs& a, const WeightRef& w, u8* stage, u32 panel, Place& at, u32 end, u32 token,
-                       int lane) {
-    const int PIECES = Quad<CODE>::PIECES;
-    const u8* codes = (const u8*)w.codes + ((size_t)panel * w.k_pad + at.column) * (PIECES * 4);
-    const u32 quads = (end - at.column) / 4, column = at.column;
+struct Copies {
+    static const int PIECES = Quad<CODE>::PIECES, ROWS = TOKENS / 8;
+    const u8 *codes, *h[ROWS];
+    int there[ROWS];  // bytes to copy of a token's activations: 16, or 0 beyond the last
+    u32 codes_to, h_to, end, panel, token;
+    Place at;
+
+    METHOD void init(const LinearArgs& a, const WeightRef& w, u32 panel_, u32 token_, const Slice& slice, int lane) {
+        panel = panel_, token = token_, end = slice.end;
+        at = place_at(w, slice.start);
+        codes = (const u8*)w.codes + ((size_t)panel * w.k_pad + slice.start) * (PIECES * 4) + lane * 16;
+        codes_to = (lane ^ exchange<PAIR>(lane / PIECES)) * 16;
+        // Lane / 4 is a token, lane % 4 eight of its columns.
 #pragma unroll
-    for (int i = 0; i < PIECES * 8 / 32; i++) {
-        const u32 piece = i * 32 + lane, quad = piece / PIECES, place = piece ^ exchange<PAIR>(quad);
-        const bool there = PAIR || quad < quads;
-        copy_async_16(stage + place * 16, there ? codes + piece * 16 : codes, there);
-    }
-    const u8* h = (const u8*)a.h + ((size_t)token * a.stride + column) * 2;
-#pragma unroll
-    for (int i = 0; i < TOKENS * 4 / 32; i++) {
-        const u32 piece = i * 32 + lane, row = piece / 4, part = piece % 4;
-        const bool there = token + row < a.m && (PAIR || part * 2 < quads);
-        const u32 place = PAIR ? piece * 16 : part / 2 * TOKENS * 32 + row * 32 + part % 2 * 16;
-        copy_async_16(stage + a.at_h + place, there ? h + (size_t)row * a.stride * 2 + part * 16 : h, there);
-    }
-    if (CODE == CODE_HALVES) {
-        at.column += 32;
-        return;
-    }
-    copy_grid<CODE>(a, w, stage, 0, panel, at, PAIR ? 32 : 16, lane);
-    advance(at, w, PAIR ? 32 : 16);
-    if (!PAIR) {
-        if (at.column < end) copy_grid<CODE>(a, w, stage, 1, panel, at, 16, lane);
-        advance(at, w, 16);
-    }
-    if (w.zero == ZERO_MIN) {
-        // Two sums of 16 columns of each token; what follows the end is not looked at.
-        const int SUMS = PAIR ? 1 : 2;
-#pragma unroll
-        for (int i = 0; i < (TOKENS * SUMS + 31) / 32; i++) {
-            const u32 sum = i * 32 + lane, row = sum / SUMS, part = sum % SUMS;
-            if (row < TOKENS) {
-                const bool there = token + row < a.m && (PAIR || part * 4 < quads);
-                const float* sums = (const float*)a.sums + (size_t)token * (a.stride / 16) + column / 16;
-                copy_async<8 / SUMS>(stage + a.at_sums + row * 8 + part * 4,
-                                     there ? sums + (size_t)row * (a.stride / 16) + part : sums, there);
-            }
+        for (int i = 0; i < ROWS; i++) {
+            const u32 row = token + i * 8 + lane / 4;
+            h[i] = (const u8*)a.h + ((size_t)row * a.stride + slice.start + lane % 4 * 8) * 2;
+            there[i] = row < a.m ? 16 : 0;
         }
+        h_to = a.at_h + (PAIR ? lane * 16 : lane % 4 / 2 * (TOKENS * 32 + 64) + lane / 4 * 32 + lane % 2 * 16);
     }
-}
 
-// ---- sums
-
-// total = fma(scale, part, total), and with minima total = fma(min, sum of h, total); then part and sums are zero.
-template <int CODE, int N8>
-DEVICE void fold(float (&total)[4][N8][4], float (&part)[4][N8][4], float (&sum)[N8][2], const LinearArgs& a,
-                 const WeightRef& w, const u8* stage, int slot, int g) {
+    METHOD void next(const LinearArgs& a, const WeightRef& w, u8* stage, int lane) {
+        const u32 quads = (end - at.column) / 4;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float scale[4], min[4];
-        grid_four<CODE>(scale, a, w, stage, slot, 0, half, g);
+        for (int i = 0; i < PIECES / 4; i++) {
+            const u32 place = (codes_to ^ exchange<PAIR>(i * 32 / PIECES) * 16) + i * 512;
+            copy_async_some(stage + place, codes + i * 512, PAIR || (i * 32 + lane) / PIECES < quads ? 16 : 0);
+        }
+        codes += 32 * PIECES * 4;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-            for (int j = 0; j < N8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    total[i][j][half * 2 + e] = fmaf(scale[i], part[i][j][half * 2 + e], total[i][j][half * 2 + e]);
-                    part[i][j][half * 2 + e] = 0.0f;
-                }
+        for (int i = 0; i < ROWS; i++) {
+            copy_async_some(stage + h_to + i * (PAIR ? 512 : 256), h[i], PAIR || lane % 4 * 2 < quads ? there[i] : 0);
+            h[i] += 64;
+        }
+        if (CODE == CODE_HALVES) return;
+        const u32 column = at.column;
+        copy_grid<CODE>(a, w, stage, 0, panel, at, PAIR ? 32 : 16, lane);
+        advance(at, w, PAIR ? 32 : 16);
+        if (!PAIR) {
+            if (at.column < end) copy_grid<CODE>(a, w, stage, 1, panel, at, 16, lane);
+            advance(at, w, 16);
+        }
         if (w.zero == ZERO_MIN) {
-            grid_four<CODE>(min, a, w, stage, slot, 1, half, g);
+            // Two sums of 16 columns of each token; what follows the end is not looked at.
+            const int SUMS = PAIR ? 1 : 2;
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int j = 0; j < N8; j++)
-#pragma unroll
-                    for (int e = 0; e < 2; e++)
-                        total[i][j][half * 2 + e] = fmaf(min[i], sum[j][e], total[i][j][half * 2 + e]);
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < N8; j++) sum[j][0] = sum[j][1] = 0.0f;
-}
-
-template <int CODE, int TOKENS, bool PAIR>
-DEVICE void narrow(const LinearArgs& a) {
-    const int N8 = TOKENS / 8;
-    constexpr int STAGES = stages_of(CODE, TOKENS, PAIR);
-    extern __shared__ uint4 shared[];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const u32 token = blockIdx.x * TOKENS;
-    u32 panel = blockIdx.y, first;
-    const WeightRef w = pick(a, panel, first);
-    const Slice slice = slice_of(w, a.splits * SLICES, blockIdx.z * SLICES + warp);
-    u8* stages = (u8*)shared + warp * STAGES * a.stage;
-
-    float total[4][N8][4] = {}, part[4][N8][4] = {}, sum[N8][2] = {};
-    u32 zero[4][2];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            zero[i][half] = zero_word<CODE>(w.zero == ZERO_MIN ? 0 : CODE == CODE_INT4 ? 8 : 128, half);
-
-    Place next = place_at(w, slice.start);
-    u32 in_fold = next.in_fold;
-    const int steps = (slice.end - slice.start + STAGE_COLUMNS - 1) / STAGE_COLUMNS;
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-        if (s < steps) copy_stage<CODE, TOKENS, PAIR>(a, w, stages + s * a.stage, panel, next, slice.end, token, lane);
-        copy_commit();
-    }
-    u32 used = 0, filled = STAGES - 1;
-    for (int step = 0; step < steps; step++) {
-        copy_wait<STAGES - 2>();
-        __syncwarp();
-        if (step + STAGES - 1 < steps) {
-            copy_stage<CODE, TOKENS, PAIR>(a, w, stages + filled * a.stage, panel, next, slice.end, token, lane);
-            filled = filled == STAGES - 1 ? 0 : filled + 1;
-        }
-        copy_commit();
-        const u8* stage = stages + used * a.stage;
-        used = used == STAGES - 1 ? 0 : used + 1;
-        const uint4* codes = (const uint4*)stage;
-        const u8* h = stage + a.at_h;
-        uint4 b[N8];
-        if (PAIR) {
-#pragma unroll
-            for (int j = 0; j < N8; j++) b[j] = *(const uint4*)(h + (j * 8 + g) * 64 + t * 16);
-        }
-#pragma unroll (PAIR ? 2 : 1)
-        for (int half = 0; half < 2; half++) {
-            if (!PAIR && slice.start + step * STAGE_COLUMNS + half * 16 >= slice.end) break;
-            const int quad = PAIR ? 2 * t + half : 4 * half + t, slot = PAIR ? 0 : half;
-            if (CODE <= CODE_INT8 && w.zero == ZERO_CODE && (!PAIR || half == 0) && in_fold == 0)
-                load_zeros<CODE>(zero, a, stage, slot, g);
-            u32 b0[N8], b1[N8];
-#pragma unroll
-            for (int j = 0; j < N8; j++) {
-                if (PAIR) {
-                    b0[j] = half ? b[j].z : b[j].x, b1[j] = half ? b[j].w : b[j].y;
-                } else {
-                    uint2 v = *(const uint2*)(h + half * TOKENS * 32 + (j * 8 + g) * 32 + t * 8);
-                    b0[j] = v.x, b1[j] = v.y;
+            for (int i = 0; i < (TOKENS * SUMS + 31) / 32; i++) {
+                const u32 sum = i * 32 + lane, row = sum / SUMS, part = sum % SUMS;
+                if (row < TOKENS) {
+                    const bool there = token + row < a.m && (PAIR || part * 4 < quads);
+                    const float* from = (const float*)a.sums + (size_t)(token + row) * (a.stride / 16) + column / 16 + part;
+                    copy_async<8 / SUMS>(stage + a.at_sums + row * 8 + part * 4, from, there);
                 }
             }
+        }
+    }
+};
+
+template <int CODE, int TOKENS, bool PAIR>
+struct Narrow {
+    static const int N8 = TOKENS / 8, STAGES = stages_of(CODE, TOKENS, PAIR), UNIT = PAIR ? 32 : 16;
+    static const int QUAD = Quad<CODE>::PIECES * 16;
+    float total[4][N8][4], part[4][N8][4], sum[N8][2];
+    u32 zero[4][2];
+    Copies<CODE, TOKENS, PAIR> copies;
+    u8* stages;
+    u32 filled, used;            // where stages begin
+    u32 codes_from, h_from;      // where the lane reads in a stage
+    int steps, half, lane, g, t;
+
+    // One more stage under way, if there are any more.
+    METHOD void copy(const LinearArgs& a, const WeightRef& w) {
+        if (steps > 0) {
+            copies.next(a, w, stages + filled, lane);
+            filled += a.stage;
+            if (filled == STAGES * a.stage) filled = 0;
+        }
+        steps--;
+        copy_commit();
+    }
+
+    // 32 or 16 columns; `FIRST` of a fold.
+    template <bool FIRST>
+    METHOD void unit(const LinearArgs& a, const WeightRef& w) {
+        if (PAIR || half == 0) {
+            copy_wait<STAGES - 2>();
+            __syncwarp();
+            copy(a, w);
+        }
+        const u8* stage = stages + used;
+        if (FIRST && CODE <= CODE_INT8 && w.zero == ZERO_CODE) load_zeros<CODE, 4>(zero, a, stage, PAIR ? 0 : half, g, 0);
+        uint4 b[N8];
+#pragma unroll
+        for (int j = 0; j < N8; j++) {
+            if (PAIR) b[j] = *(const uint4*)(stage + h_from + j * 512);
+            else *(uint2*)&b[j] = *(const uint2*)(stage + h_from + half * (TOKENS * 32 + 64) + j * 256);
+        }
+#pragma unroll
+        for (int k = 0; k < UNIT / 16; k++) {
+            const u8* codes = stage + codes_from + (PAIR ? k : 4 * half) * QUAD;
             uint4 piece[Quad<CODE>::LANE];
 #pragma unroll
-            for (int i = 0; i < Quad<CODE>::LANE; i++)
-                piece[i] = codes[quad * Quad<CODE>::PIECES + ((g ^ exchange<PAIR>(quad)) + 8 * i)];
+            for (int i = 0; i < Quad<CODE>::LANE; i++) piece[i] = *(const uint4*)(codes + i * 128);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 u32 f[4], words[4];
                 words_of<CODE>(words, piece, i);
                 fragment<CODE>(f, words, zero[i]);
 #pragma unroll
-                for (int j = 0; j < N8; j++)
-                    mma_f16(CODE == CODE_HALVES ? total[i][j] : part[i][j], f[0], f[1], f[2], f[3], b0[j], b1[j]);
+                for (int j = 0; j < N8; j++) {
+                    const u32 b0 = k ? b[j].z : b[j].x, b1 = k ? b[j].w : b[j].y;
+                    if (CODE == CODE_HALVES) mma_f16(total[i][j], f[0], f[1], f[2], f[3], b0, b1);
+                    else if (FIRST && k == 0) mma_f16_first(part[i][j], f[0], f[1], f[2], f[3], b0, b1);
+                    else mma_f16(part[i][j], f[0], f[1], f[2], f[3], b0, b1);
+                }
             }
-            if (CODE <= CODE_INT8 && w.zero == ZERO_MIN) {
-                const float* sums = (const float*)(stage + a.at_sums) + half;
+        }
+        if (CODE <= CODE_INT8 && w.zero == ZERO_MIN) {
+            const float* sums = (const float*)(stage + a.at_sums);
 #pragma unroll
-                for (int j = 0; j < N8; j++)
+            for (int j = 0; j < N8; j++)
 #pragma unroll
-                    for (int e = 0; e < 2; e++) sum[j][e] += sums[(j * 8 + 2 * t + e) * 2];
-            }
-            in_fold += 16;
-            if (CODE != CODE_HALVES && (!PAIR || half == 1) && in_fold == w.fold) {
-                fold<CODE, N8>(total, part, sum, a, w, stage, slot, g);
-                in_fold = 0;
-            }
+                for (int e = 0; e < 2; e++) {
+                    const float2 two = *(const float2*)(sums + (j * 8 + 2 * t + e) * 2);
+                    const float before = FIRST ? 0.0f : sum[j][e];
+                    sum[j][e] = before + (PAIR || half == 0 ? two.x : two.y);
+                    if (PAIR) sum[j][e] += two.y;
+                }
         }
     }
 
-    // Slices in order. The stages are done with.
-    copy_wait<0>();
-    __syncthreads();
-    float* sums = (float*)shared;  // [SLICES][TOKENS][64]
+    // To the next stage, if this one is used up.
+    METHOD void pass(const LinearArgs& a) {
+        half ^= 1;
+        if (PAIR || half == 0) {
+            used += a.stage;
+            if (used == STAGES * a.stage) used = 0;
+        }
+    }
+
+    // total = fma(scale, part, total), and with minima total = fma(min, sum of h, total).
+    METHOD void fold(const LinearArgs& a, const WeightRef& w) {
+        const u8* stage = stages + used;
+        const int slot = PAIR ? 0 : half;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+        for (int half = 0; half < 2; half++) {
+            float level[4];
+            grid_of<4>(level, a, w, stage, slot, 0, row_of<CODE>(g, 0, half));
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int j = 0; j < N8; j++)
+#pragma unroll
+                    for (int e = half * 2; e < half * 2 + 2; e++)
+                        total[i][j][e] = fmaf(level[i], part[i][j][e], total[i][j][e]);
+            if (CODE > CODE_INT8 || w.zero != ZERO_MIN) continue;
+            grid_of<4>(level, a, w, stage, slot, 1, row_of<CODE>(g, 0, half));
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int j = 0; j < N8; j++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        total[i][j][half * 2 + e] = fmaf(level[i], sum[j][e], total[i][j][half * 2 + e]);
+        }
+    }
+
+    METHOD void run(const LinearArgs& a) {
+        extern __shared__ uint4 shared[];
+        const int warp = threadIdx.x / 32;
+        lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, half = 0;
+        const u32 token = blockIdx.x * TOKENS;
+        u32 panel = blockIdx.y, first;
+        const WeightRef w = pick(a, panel, first);
+        const Slice slice = slice_of(w, a.splits * SLICES, blockIdx.z * SLICES + warp);
+        stages = (u8*)shared + warp * STAGES * a.stage;
+        filled = used = 0;
+        codes_from = (PAIR ? 2 * t : t) * QUAD + (g ^ exchange<PAIR>(PAIR ? 2 * t : t)) * 16;
+        h_from = a.at_h + (PAIR ? g * 64 + t * 16 : g * 32 + t * 8);
+        copies.init(a, w, panel, token, slice, lane);
+        steps = (slice.end - slice.start + STAGE_COLUMNS - 1) / STAGE_COLUMNS;
+#pragma unroll
+        for (int s = 0; s < STAGES - 1; s++) copy(a, w);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int j = 0; j < N8; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) total[i][j][e] = 0.0f;
+        same_zeros<CODE, 4>(zero, w);
+
+        for (u32 column = slice.start; column < slice.end; column += w.fold) {
+            unit<true>(a, w);
+            for (u32 done = UNIT; done < w.fold; done += UNIT) {
+                pass(a);
+                unit<false>(a, w);
+            }
+            if (CODE != CODE_HALVES) fold(a, w);
+            pass(a);
+        }
+        out(a, w, (float*)shared, warp, panel, first, token);
+    }
+
+    // Slices in order, and out.
+    METHOD void out(const LinearArgs& a, const WeightRef& w, float* sums, int warp, u32 panel, u32 first, u32 token) {
+        copy_wait<0>();
+        __syncthreads();  // The stages are done with: sums f32 [SLICES][TOKENS][SUMS_PITCH].
 #pragma unroll
         for (int j = 0; j < N8; j++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                sums[(warp * TOKENS + j * 8 + 2 * t + e % 2) * 64 + row_of<CODE>(g, i, e / 2)] = total[i][j][e];
-    __syncthreads();
+            for (int e = 0; e < 4; e++) {
+                float* to = sums + (warp * TOKENS + j * 8 + 2 * t + e % 2) * SUMS_PITCH;
+                const float4 v = make_float4(total[0][j][e], total[1][j][e], total[2][j][e], total[3][j][e]);
+                if (CODE == CODE_HALVES) {
+                    *(float2*)(to + row_of<CODE>(g, 0, e / 2)) = make_float2(v.x, v.y);
+                    *(float2*)(to + row_of<CODE>(g, 2, e / 2)) = make_float2(v.z, v.w);
+                } else {
+                    *(float4*)(to + row_of<CODE>(g, 0, e / 2)) = v;
+                }
+            }
+        __syncthreads();
 #pragma unroll
-    for (int i = 0; i < TOKENS * 64 / (SLICES * 32); i++) {
-        const u32 at = i * SLICES * 32 + threadIdx.x, row = panel * 64 + at % 64, token_of = token + at / 64;
-        float y = 0.0f;
+        for (int i = 0; i < TOKENS * 64 / (SLICES * 32); i++) {
+            const u32 at = i * SLICES * 32 + threadIdx.x, row = panel * 64 + at % 64, token_of = token + at / 64;
+            float y = 0.0f;
 #pragma unroll
-        for (int s = 0; s < SLICES; s++) y += sums[s * TOKENS * 64 + at];
-        if (token_of < a.m && row < w.n) {
-            if (a.splits == 1) put(a, token_of, first + row, y);
-            else ((float*)a.partial)[((size_t)blockIdx.z * a.m + token_of) * a.columns + first + row] = y;
+            for (int s = 0; s < SLICES; s++) y += sums[(s * TOKENS + at / 64) * SUMS_PITCH + at % 64];
+            if (token_of < a.m && row < w.n) {
+                if (a.splits == 1) put(a, token_of, first + row, y);
+                else ((float*)a.partial)[((size_t)blockIdx.z * a.m + token_of) * a.columns + first + row] = y;
+            }
         }
     }
+};
+
+template <int CODE, int TOKENS, bool PAIR>
+DEVICE void narrow(const LinearArgs& a) {
+    Narrow<CODE, TOKENS, PAIR> kernel;
+    kernel.run(a);
 }
 
 #define NARROW(name, code, fold)                                                                                 \

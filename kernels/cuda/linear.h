@@ -36,9 +36,10 @@ DEVICE WeightRef pick(const LinearArgs& a, u32& panel, u32& column) {
 
 // ---- a stage of the pipeline
 
-// Pieces that lane g of quad q finds at its place: those of lanes t = 0..3 are in different banks.
+// Piece p of a quad lies at place p ^ exchange(quad), so that lanes t = 0..3, which read the same piece of different
+// quads, are in different banks. exchange(a + b) = exchange(a) ^ exchange(b) if a and b have no bit in common.
 template <bool PAIR>
-DEVICE u32 exchange(u32 quad) {
+DEVICE constexpr u32 exchange(u32 quad) {
     return PAIR ? quad & 6 : (quad & 3) * 2;
 }
 
@@ -73,6 +74,7 @@ template <int CODE>
 DEVICE void copy_grid(const LinearArgs& a, const WeightRef& w, u8* stage, int slot, u32 panel, const Place& at,
                       u32 columns, int lane) {
     const bool ends = at.in_fold + columns == w.fold;
+    if (!ends && (at.in_fold > 0 || w.zero != ZERO_CODE)) return;
     const size_t cell = (size_t)panel * w.groups + at.group;
     if (at.in_fold == 0 && w.zero == ZERO_CODE) {
         const u32 bytes = CODE == CODE_INT4 ? 32 : 64;
@@ -91,55 +93,72 @@ DEVICE void copy_grid(const LinearArgs& a, const WeightRef& w, u8* stage, int sl
 
 // ---- sums
 
-// f32 of four scales or minima that lie together: rows `row`.. of a slot.
-DEVICE void four(float (&out)[4], const u8* slot, u32 kind, int row) {
+// f32 of N (2 or 4) scales or minima that lie together: rows `row`.. of a slot.
+template <int N>
+DEVICE void some(float (&out)[N], const u8* slot, u32 kind, int row) {
     if (kind == SCALE_F32) {
-        float4 v = *(const float4*)(slot + row * 4);
-        out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
-    } else if (kind == SCALE_NESTED) {
-        char4 v = *(const char4*)(slot + row);
-        out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
-    } else {
-        uint2 v = *(const uint2*)(slot + row * 2);
-        bool f16 = kind == SCALE_F16;
-        out[0] = f16 ? f16_to_f32((u16)v.x) : __uint_as_float(v.x << 16);
-        out[1] = f16 ? f16_to_f32((u16)(v.x >> 16)) : __uint_as_float(v.x & 0xffff0000u);
-        out[2] = f16 ? f16_to_f32((u16)v.y) : __uint_as_float(v.y << 16);
-        out[3] = f16 ? f16_to_f32((u16)(v.y >> 16)) : __uint_as_float(v.y & 0xffff0000u);
-    }
-}
-
-// Scales (or minima) of the lane's rows i = 0..3 of a half, the upper level multiplied in.
-template <int CODE>
-DEVICE void grid_four(float (&out)[4], const LinearArgs& a, const WeightRef& w, const u8* stage, int slot, int level,
-                      int half, int g) {
-    int row = row_of<CODE>(g, 0, half);
-    u32 bytes = w.scale == SCALE_F32 ? 256 : w.scale == SCALE_NESTED ? 64 : 128;
-    four(out, stage + (level ? a.at_zeros : a.at_scales) + slot * bytes, w.scale, row);
-    if (w.scale == SCALE_NESTED) {
-        float d[4];
-        u32 bytes = w.zero == ZERO_MIN ? 256 : 128;
-        four(d, stage + a.at_supers + slot * bytes + level * 128, SCALE_F16, row);
 #pragma unroll
-        for (int i = 0; i < 4; i++) out[i] *= d[i];
+        for (int i = 0; i < N; i += 2) {
+            const float2 v = *(const float2*)(slot + (row + i) * 4);
+            out[i] = v.x, out[i + 1] = v.y;
+        }
+    } else if (kind == SCALE_NESTED) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            const char2 v = *(const char2*)(slot + row + i);
+            out[i] = v.x, out[i + 1] = v.y;
+        }
+    } else {
+        u32 v[N / 2];
+        if (N == 4) *(uint2*)&v[0] = *(const uint2*)(slot + row * 2);
+        else v[0] = *(const u32*)(slot + row * 2);
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            out[i] = kind == SCALE_F16 ? f16_to_f32((u16)v[i / 2]) : __uint_as_float(v[i / 2] << 16);
+            out[i + 1] = kind == SCALE_F16 ? f16_to_f32((u16)(v[i / 2] >> 16)) : __uint_as_float(v[i / 2] & 0xffff0000u);
+        }
     }
 }
 
-template <int CODE>
-DEVICE void load_zeros(u32 (&zero)[4][2], const LinearArgs& a, const u8* stage, int slot, int g) {
+// Scales (level 0) or minima (level 1) of N rows from `row` on, the upper level multiplied in.
+template <int N>
+DEVICE void grid_of(float (&out)[N], const LinearArgs& a, const WeightRef& w, const u8* stage, int slot, int level,
+                    int row) {
+    const u32 bytes = w.scale == SCALE_F32 ? 256 : w.scale == SCALE_NESTED ? 64 : 128;
+    some(out, stage + (level ? a.at_zeros : a.at_scales) + slot * bytes, w.scale, row);
+    if (w.scale == SCALE_NESTED) {
+        float d[N];
+        some(d, stage + a.at_supers + slot * (w.zero == ZERO_MIN ? 256 : 128) + level * 128, SCALE_F16, row);
+#pragma unroll
+        for (int i = 0; i < N; i++) out[i] *= d[i];
+    }
+}
+
+// What fragments `from`, from + 1, ... of a lane subtract, out of zero codes.
+template <int CODE, int N>
+DEVICE void load_zeros(u32 (&zero)[N][2], const LinearArgs& a, const u8* stage, int slot, int g, int from) {
     u32 low, high;
     if (CODE == CODE_INT4) {
-        u32 word = *(const u32*)(stage + a.at_zeros + slot * 32 + g * 4);
+        const u32 word = *(const u32*)(stage + a.at_zeros + slot * 32 + g * 4);
         low = word & 0x0f0f0f0fu, high = word >> 4 & 0x0f0f0f0fu;
     } else {
         low = *(const u32*)(stage + a.at_zeros + slot * 64 + g * 4);
         high = *(const u32*)(stage + a.at_zeros + slot * 64 + 32 + g * 4);
     }
+    low >>= 8 * from, high >>= 8 * from;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < N; i++) {
         zero[i][0] = zero_word<CODE>(low >> (8 * i) & 0xff, 0);
         zero[i][1] = zero_word<CODE>(high >> (8 * i) & 0xff, 1);
     }
+}
+
+// The same where zero is one code for all, or there are minima.
+template <int CODE, int N>
+DEVICE void same_zeros(u32 (&zero)[N][2], const WeightRef& w) {
+    const u32 z = w.zero == ZERO_MIN ? 0 : CODE == CODE_INT4 ? 8 : 128;
+#pragma unroll
+    for (int i = 0; i < N; i++) zero[i][0] = zero_word<CODE>(z, 0), zero[i][1] = zero_word<CODE>(z, 1);
 }
 
 // The output of a row and a token once all columns are in.

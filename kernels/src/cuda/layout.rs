@@ -85,6 +85,8 @@ device_constants! {
     SLICES = 8;
     /// Columns that a warp takes at a time.
     STAGE_COLUMNS = 32;
+    /// Values from one token's sums to the next's where warps meet: no two lanes of a store are in one bank.
+    SUMS_PITCH = 68;
     /// Tokens of a block of the wide kernels.
     WIDE_TOKENS = 64;
     /// Tokens of a block of the exact kernels.

@@ -264,7 +264,8 @@ impl Linear {
             Some(which) => {
                 let tokens = NARROW[which];
                 args.stage(tokens, 1, weights, !long);
-                let shared = slices * (stages(code, tokens, long) * args.stage as usize).max(64 * tokens * 4);
+                let shared = slices
+                    * (stages(code, tokens, long) * args.stage as usize).max(tokens * layout::SUMS_PITCH as usize * 4);
                 let kernel = &self.narrow[code as usize][long as usize][which];
                 (kernel, [1, launch.panels, launch.splits], 32 * slices, shared)
             }
@@ -386,7 +387,8 @@ impl LinearArgs {
             at as u32
         };
         part(codes * panels);
-        self.at_h = part(tokens * columns * 2);
+        // 16 columns and 16 columns, apart by half of the banks.
+        self.at_h = part(tokens * columns * 2 + if two { 64 } else { 0 });
         self.at_scales = part(scales * folds);
         self.at_zeros = part(zeros * folds);
         self.at_supers = part(supers * folds);

@@ -1,0 +1,71 @@
+//! What linear kernels move and execute, counted by the virtual GPU. A process of its own: counts are of a process.
+
+#[allow(dead_code)]
+mod pack;
+
+use pack::{Packed, Rng};
+use quern_kernels::cuda::{
+    Buffer, Device, Linear, Output, Upload, Weight,
+    acts::{Acts, Form},
+};
+use quern_models::{FloatType, Scheme, ZeroKind};
+
+#[test]
+fn linear_layers_move_what_they_must() {
+    let gpu = quern_vgpu::load();
+    // As many multiprocessors as panels: nobody shares a panel, as in wide layers.
+    gpu.set("sms", "4");
+    let device = Device::open(0).expect("the virtual GPU");
+    let mut linear = Linear::new(&device).expect("kernels");
+    let int = |bits, group, zero| Scheme::Int { bits, group, zero, scale: FloatType::F16 };
+    let nested = |bits, group, zero| Scheme::Nested { bits, group, zero };
+    let schemes = [
+        ("int4", int(4, 128, ZeroKind::Mid)),
+        ("int4", int(4, 32, ZeroKind::Code)),
+        ("int4", nested(4, 32, ZeroKind::Min)),
+        ("int8", int(8, 32, ZeroKind::Mid)),
+        ("int8", nested(8, 16, ZeroKind::Mid)),
+        ("halves", Scheme::Float(FloatType::F16)),
+    ];
+    let (n, k) = (256, 4096);
+    println!(
+        "[{n}, {k}]               m  kernel            bytes/least  sectors/least  passes/least  instructions/mma"
+    );
+    for (name, scheme) in schemes {
+        let packed = Packed::random(&mut Rng(1), n, k, scheme);
+        let mut upload = Upload::new(&device, Box::new(|_| {})).expect("an upload");
+        let weight = Weight::upload(&mut upload, &packed.view(), Form::F16).expect("a weight");
+        for m in [1, 8, 16, 64] {
+            let mut acts = Acts::new(&device, Form::F16, m, k).expect("memory");
+            acts.h.fill(0).expect("filled");
+            acts.factors.fill(0).expect("filled");
+            acts.sums.fill(0).expect("filled");
+            let to = Buffer::<f32>::new(&device, "outputs", m * n).expect("memory");
+            linear.reserve(&[&weight], m).expect("room");
+            let out = Output::Store { to: to.ptr(), stride: n, bias: None };
+            gpu.set("traffic", "on");
+            gpu.stats();
+            linear.run(&[&weight], &acts, m, out).expect("run");
+            device.synchronize().expect("done");
+            let stats = gpu.stats();
+            gpu.set("traffic", "off");
+            let (kernel, report) = stats.iter().find(|(kernel, _)| kernel.contains(name)).expect("a kernel");
+            let ratio = |a: &str, b: &str| report.count(a) as f64 / report.count(b).max(1) as f64;
+            // Weights, inputs and outputs once.
+            let least = Weight::bytes(&packed.view(), Form::F16) + m * k * 2 + m * n * 4;
+            let moved: u64 = stats.values().map(|r| r.count("unique_read") + r.count("unique_written")).sum();
+            let bytes = moved as f64 / least as f64;
+            let (sectors, passes) = (ratio("sectors", "ideal_sectors"), ratio("shared_waves", "shared_ideal"));
+            let per_mma = report.count("warp_instructions") as f64 / report.class("mma") as f64;
+            println!("{scheme:<22} {m:>3}  {kernel:<16} {bytes:>8.3} {sectors:>14.3} {passes:>13.3} {per_mma:>17.2}");
+            if m == 1 {
+                assert!(bytes <= 1.05, "{scheme} m = {m}: {bytes} of the bytes that must move");
+            }
+            assert!(passes <= 1.1, "{scheme} m = {m}: {passes} passes over shared memory");
+            assert!(sectors <= 1.2, "{scheme} m = {m}: {sectors} sectors");
+            if std::env::var_os("QUERN_CLASSES").is_some() {
+                println!("{:?}", report.classes);
+            }
+        }
+    }
+}
