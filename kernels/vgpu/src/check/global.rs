@@ -1,8 +1,7 @@
 //! What is known of global memory: bytes nobody wrote, bytes that several CTAs of a launch touch, sectors.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 
 use super::Kind;
 use crate::memory::{Block, Memory};
@@ -11,12 +10,10 @@ use crate::memory::{Block, Memory};
 const MANY: u32 = 0x7fff_ffff;
 /// In a writer: it was an atomic.
 const ATOMIC: u32 = 1 << 31;
-const PAGE: u64 = 1024;
+const PAGE: u64 = 4096;
 
-/// Last writer and reader of each byte of a page.
-struct Page {
-    cells: Vec<(AtomicU32, AtomicU32)>,
-}
+/// Last writer (upper half) and reader of each byte of a page.
+struct Page(Vec<AtomicU64>);
 
 /// How a CTA touches global memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -29,60 +26,55 @@ pub enum Touch {
     Atomic,
 }
 
-/// Who touched what in a launch.
-pub struct Sharing {
-    pages: Vec<Mutex<HashMap<u64, Arc<Page>>>>,
-}
-
-impl Default for Sharing {
-    fn default() -> Sharing {
-        Sharing { pages: (0..64).map(|_| Mutex::default()).collect() }
-    }
-}
+/// Who touched what in a launch: for each block its pages, which come to be when they are touched.
+pub struct Sharing(Vec<Vec<OnceLock<Page>>>);
 
 impl Sharing {
-    fn page(&self, number: u64) -> Arc<Page> {
-        let shard = &self.pages[(number % 64) as usize];
-        let mut pages = shard.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let new = || Arc::new(Page { cells: (0..PAGE).map(|_| Default::default()).collect() });
-        pages.entry(number).or_insert_with(new).clone()
+    pub fn new(memory: &Memory) -> Sharing {
+        let pages = |block: &Arc<Block>| (0..block.len.div_ceil(PAGE)).map(|_| OnceLock::new()).collect();
+        Sharing(memory.blocks().iter().map(pages).collect())
     }
 
-    /// Notes an access of a CTA; whether another CTA's access to one of the bytes conflicts with it.
-    pub fn touch(&self, at: u64, len: u64, cta: u32, touch: Touch) -> bool {
+    /// Notes an access of a CTA to bytes of block `number`, from byte `at` of it on; whether another CTA's access to
+    /// one of them conflicts with it.
+    pub fn touch(&self, number: usize, at: u64, len: u64, cta: u32, touch: Touch) -> bool {
         let me = (cta + 1) & MANY;
         let mut conflict = false;
-        let mut page = self.page(at / PAGE);
-        let mut number = at / PAGE;
-        for byte in at..at + len {
-            if byte / PAGE != number {
-                number = byte / PAGE;
-                page = self.page(number);
+        let mut at = at;
+        let end = at + len;
+        while at < end {
+            let page = &self.0[number][(at / PAGE) as usize];
+            let page = page.get_or_init(|| Page((0..PAGE).map(|_| AtomicU64::new(0)).collect()));
+            let here = (end - at).min(PAGE - at % PAGE);
+            for cell in &page.0[(at % PAGE) as usize..][..here as usize] {
+                conflict |= Sharing::touch_byte(cell, me, touch);
             }
-            let (writer, reader) = &page.cells[(byte % PAGE) as usize];
-            let wrote = writer.load(Relaxed);
-            let other_wrote = wrote != 0 && wrote & MANY != me;
-            match touch {
-                Touch::Read => {
-                    conflict |= other_wrote;
-                    let read = reader.load(Relaxed);
-                    if read == 0 {
-                        reader.store(me, Relaxed);
-                    } else if read != me {
-                        reader.store(MANY, Relaxed);
-                    }
-                }
-                Touch::Write { same } => {
-                    let read = reader.load(Relaxed);
-                    conflict |= other_wrote && (!same || wrote & ATOMIC != 0) || read != 0 && read != me;
-                    writer.store(if other_wrote { MANY } else { me }, Relaxed);
-                }
-                Touch::Atomic => {
-                    let read = reader.load(Relaxed);
-                    conflict |= other_wrote && wrote & ATOMIC == 0 || read != 0 && read != me;
-                    writer.store(ATOMIC | if other_wrote { MANY } else { me }, Relaxed);
-                }
+            at += here;
+        }
+        conflict
+    }
+
+    #[inline(always)]
+    fn touch_byte(cell: &AtomicU64, me: u32, touch: Touch) -> bool {
+        let old = cell.load(Relaxed);
+        let (wrote, read) = ((old >> 32) as u32, old as u32);
+        let other_wrote = wrote != 0 && wrote & MANY != me;
+        let other_read = read != 0 && read != me;
+        let (writer, reader, conflict) = match touch {
+            Touch::Read => (wrote, if other_read { MANY } else { me }, other_wrote),
+            Touch::Write { same } => {
+                let writer = if other_wrote { MANY } else { me };
+                (writer, read, other_wrote && (!same || wrote & ATOMIC != 0) || other_read)
             }
+            Touch::Atomic => {
+                let writer = ATOMIC | if other_wrote { MANY } else { me };
+                (writer, read, other_wrote && wrote & ATOMIC == 0 || other_read)
+            }
+        };
+        let new = u64::from(writer) << 32 | u64::from(reader);
+        // Of two CTAs at the same moment one may be forgotten: the next access finds the other.
+        if new != old {
+            cell.store(new, Relaxed);
         }
         conflict
     }
@@ -129,19 +121,31 @@ impl Touched {
     }
 }
 
-/// Sectors that an access of `bytes` per lane touches, and the fewest that could hold its different bytes.
+/// Sectors that an access of `bytes` (up to 16) per lane touches, and the fewest that could hold its different bytes.
 pub fn sectors(lanes: u32, at: &[u64; 32], bytes: u64) -> (u64, u64) {
-    let mut found: Vec<u64> = Vec::with_capacity(64);
-    let mut starts: Vec<u64> = Vec::with_capacity(32);
+    let (mut found, mut starts) = ([0u64; 64], [0u64; 32]);
+    let (mut sectors, mut different) = (0, 0);
     for lane in (0..32).filter(|lane| lanes >> lane & 1 == 1) {
-        found.extend(at[lane] / 32..=(at[lane] + bytes - 1) / 32);
-        starts.push(at[lane]);
+        let (first, last) = (at[lane] / 32, (at[lane] + bytes - 1) / 32);
+        found[sectors] = first;
+        found[sectors + 1] = last;
+        sectors += 1 + usize::from(last != first);
+        starts[different] = at[lane];
+        different += 1;
+        // Neighbours mostly touch the sector before; what remains is sorted.
+        if sectors >= 2 && found[sectors - 1] == found[sectors - 2] {
+            sectors -= 1;
+        }
     }
-    found.sort_unstable();
-    found.dedup();
-    starts.sort_unstable();
-    starts.dedup();
-    (found.len() as u64, (starts.len() as u64 * bytes).div_ceil(32))
+    (count_different(&mut found[..sectors]), (count_different(&mut starts[..different]) * bytes).div_ceil(32))
+}
+
+/// How many different values there are.
+fn count_different(values: &mut [u64]) -> u64 {
+    if !values.is_sorted() {
+        values.sort_unstable();
+    }
+    values.chunk_by(|a, b| a == b).count() as u64
 }
 
 /// The report of bytes that nobody wrote.
@@ -167,20 +171,22 @@ mod tests {
 
     #[test]
     fn conflicts_between_ctas() {
-        let sharing = Sharing::default();
+        let mut memory = Memory::default();
+        memory.insert(Block { base: crate::memory::TAG, len: 10_000, written: None });
+        let sharing = Sharing::new(&memory);
         let write = Touch::Write { same: false };
-        assert!(!sharing.touch(1000, 64, 0, write));
-        assert!(!sharing.touch(1000, 64, 0, Touch::Read));
-        assert!(!sharing.touch(1064, 4, 1, write));
-        assert!(sharing.touch(1063, 1, 1, Touch::Read));
-        assert!(!sharing.touch(2000, 4, 0, Touch::Read));
-        assert!(!sharing.touch(2000, 4, 1, Touch::Read));
-        assert!(sharing.touch(2000, 1, 1, write));
-        assert!(!sharing.touch(3000, 4, 0, Touch::Atomic));
-        assert!(!sharing.touch(3000, 4, 1, Touch::Atomic));
-        assert!(sharing.touch(3000, 4, 2, Touch::Read));
-        assert!(!sharing.touch(4000, 4, 0, write));
-        assert!(!sharing.touch(4000, 4, 1, Touch::Write { same: true }));
-        assert!(sharing.touch(4000, 4, 0, write));
+        assert!(!sharing.touch(0, 1000, 64, 0, write));
+        assert!(!sharing.touch(0, 1000, 64, 0, Touch::Read));
+        assert!(!sharing.touch(0, 1064, 4, 1, write));
+        assert!(sharing.touch(0, 1063, 1, 1, Touch::Read));
+        assert!(!sharing.touch(0, 2000, 4, 0, Touch::Read));
+        assert!(!sharing.touch(0, 2000, 4, 1, Touch::Read));
+        assert!(sharing.touch(0, 2000, 1, 1, write));
+        assert!(!sharing.touch(0, 3000, 4, 0, Touch::Atomic));
+        assert!(!sharing.touch(0, 3000, 4, 1, Touch::Atomic));
+        assert!(sharing.touch(0, 3000, 4, 2, Touch::Read));
+        assert!(!sharing.touch(0, 4000, 4, 0, write));
+        assert!(!sharing.touch(0, 4000, 4, 1, Touch::Write { same: true }));
+        assert!(sharing.touch(0, 4000, 4, 0, write));
     }
 }

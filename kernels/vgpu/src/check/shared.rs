@@ -7,13 +7,13 @@
 use super::Kind;
 
 /// An access that is remembered: thread (`warp * 32 + lane`) and time.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq)]
 struct Access {
     thread: u16,
     time: u32,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq)]
 struct Cell {
     write: Access,
     /// The last reader, the last one of another warp than that, and the last other lane of its warp.
@@ -110,8 +110,17 @@ impl SharedShadow {
         touch: Touch,
     ) -> Option<(Kind, &'static str)> {
         let mut wrong = None;
+        let mut last = None;
         for number in at..at + len {
             let cell = self.cells[number];
+            // Bytes of a word mostly have one history: then they have one future.
+            if let Some((old, new)) = last
+                && old == cell
+            {
+                self.cells[number] = new;
+                continue;
+            }
+            let before = cell;
             let now = Access { thread, time: self.now };
             if cell.copies > 0 && touch != Touch::Copy {
                 wrong = wrong.or(Some((Kind::CopyWait, "bytes of a cp.async that nobody waited for")));
@@ -157,6 +166,7 @@ impl SharedShadow {
                     cell.copies = cell.copies.saturating_add(1);
                 }
             }
+            last = Some((before, *cell));
         }
         wrong
     }
@@ -176,23 +186,28 @@ pub fn waves(lanes: u32, at: &[u64; 32], bytes: u32) -> (u64, u64) {
     let group = (128 / bytes.max(4)).min(32);
     let (mut passes, mut fewest) = (0, 0);
     for first in (0..32).step_by(group as usize) {
-        let mut words: Vec<u64> = Vec::with_capacity(32);
+        // At most 32 words: a group moves 128 bytes.
+        let (mut words, mut count) = ([0u64; 64], 0);
         for lane in (first..first + group).filter(|lane| lanes >> lane & 1 == 1) {
             let from = at[lane as usize] / 4;
             let to = (at[lane as usize] + u64::from(bytes) - 1) / 4;
-            words.extend(from..=to);
+            for word in from..=to {
+                words[count] = word;
+                count += 1;
+            }
         }
-        if words.is_empty() {
-            continue;
+        let words = &mut words[..count];
+        if !words.is_sorted() {
+            words.sort_unstable();
         }
-        words.sort_unstable();
-        words.dedup();
-        let mut banks = [0u64; 32];
-        for word in &words {
-            banks[(word % 32) as usize] += 1;
+        let mut banks = [0u8; 32];
+        let mut different = 0;
+        for same in words.chunk_by(|a, b| a == b) {
+            banks[(same[0] % 32) as usize] += 1;
+            different += 1u64;
         }
-        passes += banks.iter().max().copied().unwrap_or(0);
-        fewest += (words.len() as u64).div_ceil(32);
+        passes += u64::from(banks.iter().max().copied().unwrap_or(0));
+        fewest += different.div_ceil(32);
     }
     (passes, fewest)
 }

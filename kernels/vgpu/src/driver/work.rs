@@ -214,9 +214,9 @@ impl Kernel {
             },
             params: &params,
             touched: (traffic || checks).then(|| Touched::new(&memory)),
+            sharing: (checks && sharing).then(|| Sharing::new(&memory)),
             memory,
             checks,
-            sharing: (checks && sharing).then(Sharing::default),
             reports: Reports::default(),
         };
         let stats = launch.run(threads);

@@ -242,7 +242,7 @@ impl Cta<'_> {
                     Way::Atomic => global::Touch::Atomic,
                     _ => global::Touch::Read,
                 };
-                if sharing.touch(a, bytes, self.number, touch) {
+                if sharing.touch(number, a - block.base, bytes, self.number, touch) {
                     self.report(w, pc, i, SHARED.0, SHARED.1);
                 }
             }

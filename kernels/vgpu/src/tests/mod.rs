@@ -125,9 +125,9 @@ pub fn run_text(text: &str, run: Run) -> Outcome {
         },
         params: &params,
         touched: run.checks.then(|| Touched::new(&memory)),
+        sharing: run.checks.then(|| Sharing::new(&memory)),
         memory,
         checks: run.checks,
-        sharing: run.checks.then(Sharing::default),
         reports: Reports::default(),
     };
     let stats = launch.run(2);
