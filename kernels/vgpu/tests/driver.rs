@@ -2,6 +2,8 @@
 //!
 //! All tests are one process with one device, so each holds it for itself and leaves it as it was.
 
+#![allow(clippy::unwrap_used)]
+
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -34,7 +36,8 @@ impl Gpu {
             gpu.set(name, value);
         }
         settings.iter().for_each(|(name, value)| gpu.set(name, value));
-        (gpu.reports(), gpu.stats());
+        gpu.reports();
+        gpu.stats();
         init().unwrap();
         let device = device::get(0).unwrap();
         // SAFETY: the device is one that was found.
