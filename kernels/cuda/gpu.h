@@ -113,12 +113,6 @@ DEVICE void copy_async(void* shared, const void* global, bool there) {
                  : "memory");
 }
 
-// Copies the first `bytes` (0 or 16) of 16, and zeros for the rest; where that is 0, `global` may point anywhere.
-DEVICE void copy_async_some(void* shared, const void* global, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
-                 : "memory");
-}
-
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `N` of the committed groups are under way.

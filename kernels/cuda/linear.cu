@@ -37,31 +37,36 @@ struct Copies {
         panel = panel_, token = token_, end = slice.end;
         at = place_at(w, slice.start);
         codes = (const u8*)w.codes + ((size_t)panel * w.k_pad + slice.start) * (PIECES * 4) + lane * 16;
-        codes_to = (lane ^ exchange<PAIR>(lane / PIECES)) * 16;
+        codes_to = fixed((lane ^ exchange<PAIR>(lane / PIECES)) * 16);
         // Lane / 4 is a token, lane % 4 eight of its columns.
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const u32 row = token + i * 8 + lane / 4;
             h[i] = (const u8*)a.h + ((size_t)row * a.stride + slice.start + lane % 4 * 8) * 2;
-            there[i] = row < a.m ? 16 : 0;
+            there[i] = fixed(row < a.m ? 16 : 0);
         }
-        h_to = a.at_h + (PAIR ? lane * 16 : lane % 4 / 2 * (TOKENS * 32 + 64) + lane / 4 * 32 + lane % 2 * 16);
+        h_to = fixed(a.at_h + (PAIR ? lane * 16 : lane % 4 / 2 * (TOKENS * 32 + 64) + lane / 4 * 32 + lane % 2 * 16));
     }
 
-    METHOD void next(const LinearArgs& a, const WeightRef& w, u8* stage, int lane) {
+    // `to` is the address of `stage`.
+    METHOD void next(const LinearArgs& a, const WeightRef& w, u8* stage, u32 to, int lane) {
         const u32 quads = (end - at.column) / 4;
-#pragma unroll
-        for (int i = 0; i < PIECES / 4; i++) {
-            const u32 place = (codes_to ^ exchange<PAIR>(i * 32 / PIECES) * 16) + i * 512;
-            copy_async_some(stage + place, codes + i * 512, PAIR || (i * 32 + lane) / PIECES < quads ? 16 : 0);
-        }
+        each<PIECES / 4>([&](auto i) {
+            const int I = decltype(i)::VALUE;
+            const u32 place = to + (codes_to ^ exchange<PAIR>(I * 32 / PIECES) * 16);
+            if (PAIR) copy_whole<I * 512, I * 512>(place, codes);
+            else copy_some<I * 512, I * 512>(place, codes, (I * 32 + lane) / PIECES < quads ? 16 : 0);
+        });
         codes += 32 * PIECES * 4;
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            copy_async_some(stage + h_to + i * (PAIR ? 512 : 256), h[i], PAIR || lane % 4 * 2 < quads ? there[i] : 0);
-            h[i] += 64;
+        each<ROWS>([&](auto i) {
+            const int I = decltype(i)::VALUE;
+            copy_some<I * (PAIR ? 512 : 256), 0>(to + h_to, h[I], PAIR || lane % 4 * 2 < quads ? there[I] : 0);
+            h[I] += 64;
+        });
+        if (CODE == CODE_HALVES) {
+            at.column += 32;
+            return;
         }
-        if (CODE == CODE_HALVES) return;
         const u32 column = at.column;
         copy_grid<CODE>(a, w, stage, 0, panel, at, PAIR ? 32 : 16, lane);
         advance(at, w, PAIR ? 32 : 16);
@@ -93,18 +98,18 @@ struct Narrow {
     u32 zero[4][2];
     Copies<CODE, TOKENS, PAIR> copies;
     u8* stages;
-    u32 filled, used;            // where stages begin
+    u32 base;                    // their address
+    u32 filled, used;            // where stages begin, from there
     u32 codes_from, h_from;      // where the lane reads in a stage
-    int steps, half, lane, g, t;
+    int half, lane, g, t;
 
     // One more stage under way, if there are any more.
     METHOD void copy(const LinearArgs& a, const WeightRef& w) {
-        if (steps > 0) {
-            copies.next(a, w, stages + filled, lane);
+        if (copies.at.column < copies.end) {
+            copies.next(a, w, stages + filled, base + filled, lane);
             filled += a.stage;
             if (filled == STAGES * a.stage) filled = 0;
         }
-        steps--;
         copy_commit();
     }
 
@@ -117,19 +122,25 @@ struct Narrow {
             copy(a, w);
         }
         const u8* stage = stages + used;
+        const u32 codes_at = base + used + codes_from, h_at = base + used + h_from;
         if (FIRST && CODE <= CODE_INT8 && w.zero == ZERO_CODE) load_zeros<CODE, 4>(zero, a, stage, PAIR ? 0 : half, g, 0);
         uint4 b[N8];
-#pragma unroll
-        for (int j = 0; j < N8; j++) {
-            if (PAIR) b[j] = *(const uint4*)(stage + h_from + j * 512);
-            else *(uint2*)&b[j] = *(const uint2*)(stage + h_from + half * (TOKENS * 32 + 64) + j * 256);
-        }
-#pragma unroll
-        for (int k = 0; k < UNIT / 16; k++) {
-            const u8* codes = stage + codes_from + (PAIR ? k : 4 * half) * QUAD;
+        each<N8>([&](auto j) {
+            const int J = decltype(j)::VALUE;
+            if (PAIR) {
+                b[J] = shared_16<J * 512>(h_at);
+            } else {
+                const uint2 v = shared_8<J * 256>(h_at + half * (TOKENS * 32 + 64));
+                b[J].x = v.x, b[J].y = v.y;
+            }
+        });
+        each<UNIT / 16>([&](auto k_) {
+            const int k = decltype(k_)::VALUE;
             uint4 piece[Quad<CODE>::LANE];
-#pragma unroll
-            for (int i = 0; i < Quad<CODE>::LANE; i++) piece[i] = *(const uint4*)(codes + i * 128);
+            each<Quad<CODE>::LANE>([&](auto i) {
+                const int I = decltype(i)::VALUE;
+                piece[I] = shared_16<k * QUAD + I * 128>(codes_at + (PAIR ? 0 : half * 4 * QUAD));
+            });
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 u32 f[4], words[4];
@@ -143,7 +154,7 @@ struct Narrow {
                     else mma_f16(part[i][j], f[0], f[1], f[2], f[3], b0, b1);
                 }
             }
-        }
+        });
         if (CODE <= CODE_INT8 && w.zero == ZERO_MIN) {
             const float* sums = (const float*)(stage + a.at_sums);
 #pragma unroll
@@ -204,10 +215,10 @@ struct Narrow {
         const Slice slice = slice_of(w, a.splits * SLICES, blockIdx.z * SLICES + warp);
         stages = (u8*)shared + warp * STAGES * a.stage;
         filled = used = 0;
-        codes_from = (PAIR ? 2 * t : t) * QUAD + (g ^ exchange<PAIR>(PAIR ? 2 * t : t)) * 16;
-        h_from = a.at_h + (PAIR ? g * 64 + t * 16 : g * 32 + t * 8);
+        base = fixed(shared_address(stages));
+        codes_from = fixed((PAIR ? 2 * t : t) * QUAD + (g ^ exchange<PAIR>(PAIR ? 2 * t : t)) * 16);
+        h_from = fixed(a.at_h + (PAIR ? g * 64 + t * 16 : g * 32 + t * 8));
         copies.init(a, w, panel, token, slice, lane);
-        steps = (slice.end - slice.start + STAGE_COLUMNS - 1) / STAGE_COLUMNS;
 #pragma unroll
         for (int s = 0; s < STAGES - 1; s++) copy(a, w);
 #pragma unroll

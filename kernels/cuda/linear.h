@@ -3,6 +3,9 @@
 #pragma once
 #include "codes.h"
 
+// A kernel of which two blocks are to fit on a multiprocessor.
+#define KERNEL_2(threads) extern "C" __global__ void __launch_bounds__(threads, 2)
+
 // ---- what a slice is
 
 struct Slice {
@@ -34,6 +37,60 @@ DEVICE WeightRef pick(const LinearArgs& a, u32& panel, u32& column) {
     return w;
 }
 
+// ---- addresses in shared memory, as numbers
+
+// A number that is kept: the compiler would rather compute such again in every round of a loop.
+DEVICE u32 fixed(u32 x) {
+    asm volatile("mov.u32 %0, %0;" : "+r"(x));
+    return x;
+}
+
+// 16 bytes at an address and a constant.
+template <int OFFSET>
+DEVICE uint4 shared_16(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4+%5];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at), "n"(OFFSET)
+                 : "memory");
+    return v;
+}
+
+template <int OFFSET>
+DEVICE uint2 shared_8(u32 at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2+%3];" : "=r"(v.x), "=r"(v.y) : "r"(at), "n"(OFFSET) : "memory");
+    return v;
+}
+
+// Copies the first `bytes` (0 or 16) of 16, and zeros for the rest; where that is 0, `global` may point anywhere.
+template <int TO, int FROM>
+DEVICE void copy_some(u32 to, const u8* global, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0+%3], [%1+%4], 16, %2;" ::"r"(to), "l"(global), "r"(bytes), "n"(TO),
+                 "n"(FROM)
+                 : "memory");
+}
+
+// Copies 16.
+template <int TO, int FROM>
+DEVICE void copy_whole(u32 to, const u8* global) {
+    asm volatile("cp.async.cg.shared.global [%0+%2], [%1+%3], 16;" ::"r"(to), "l"(global), "n"(TO), "n"(FROM)
+                 : "memory");
+}
+
+// f(0), f(1), ... f(N - 1) with constants.
+template <int I>
+struct Constant {
+    static const int VALUE = I;
+};
+template <int N, int I = 0, typename F>
+METHOD void each(F f) {
+    if constexpr (I < N) {
+        f(Constant<I>());
+        each<N, I + 1>(f);
+    }
+}
+
 // ---- a stage of the pipeline
 
 // Piece p of a quad lies at place p ^ exchange(quad), so that lanes t = 0..3, which read the same piece of different
@@ -48,24 +105,27 @@ DEVICE void copy_row(u8* to, DevicePtr from, u32 bytes, int lane) {
     if (lane * 16 < bytes) copy_async_16(to + lane * 16, (const u8*)from + lane * 16, true);
 }
 
-// A place among the columns of a weight, and where it lies in its fold and group.
+// A place among the columns of a weight: its group, where its fold lies in that, and where it lies in its fold.
 struct Place {
     u32 column, in_fold, in_group, group;
 };
 
+// Where a fold begins.
 DEVICE Place place_at(const WeightRef& w, u32 column) {
     Place p;
     p.column = column;
     p.group = column / w.group;
     p.in_group = column - p.group * w.group;
-    p.in_fold = p.in_group % w.fold;
+    p.in_fold = 0;
     return p;
 }
 
 DEVICE void advance(Place& p, const WeightRef& w, u32 columns) {
-    p.column += columns, p.in_fold += columns, p.in_group += columns;
-    if (p.in_fold == w.fold) p.in_fold = 0;
-    if (p.in_group == w.group) p.in_group = 0, p.group++;
+    p.column += columns, p.in_fold += columns;
+    if (p.in_fold < w.fold) return;
+    p.in_fold = 0, p.in_group += w.fold;
+    if (p.in_group < w.group) return;
+    p.in_group = 0, p.group++;
 }
 
 // Scales, zeros and minima of `columns` columns, which lie in one fold: zero codes if they begin it, the rest if they

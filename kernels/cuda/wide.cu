@@ -29,7 +29,7 @@ struct Copies {
         at = place_at(w, start);
         // 4 bits: half of the threads have a piece of each panel; 8 bits: all have one of each; halves: two.
         const u32 piece = EACH == 1 ? thread % 64 : thread;
-        codes_to = ((piece ^ exchange<PAIR>(piece / PIECES)) + (EACH == 1 ? thread / 64 * 64 : 0)) * 16;
+        codes_to = fixed(((piece ^ exchange<PAIR>(piece / PIECES)) + (EACH == 1 ? thread / 64 * 64 : 0)) * 16);
 #pragma unroll
         for (int i = 0; i < (EACH == 1 ? 1 : 2); i++) {
             const u32 from = min(panel + (EACH == 1 ? thread / 64 : i), last);
@@ -40,30 +40,36 @@ struct Copies {
         for (int i = 0; i < 2; i++) {
             const u32 row = token + i * 32 + thread / 4;
             h[i] = (const u8*)a.h + ((size_t)row * a.stride + start + thread % 4 * 8) * 2;
-            there[i] = row < a.m ? 16 : 0;
+            there[i] = fixed(row < a.m ? 16 : 0);
         }
-        h_to = a.at_h + (PAIR ? thread * 16 : thread % 4 / 2 * (TOKENS * 32 + 64) + thread / 4 * 32 + thread % 2 * 16);
+        h_to = thread % 4 / 2 * (TOKENS * 32 + 64) + thread / 4 * 32 + thread % 2 * 16;
+        h_to = fixed(a.at_h + (PAIR ? thread * 16 : h_to));
         mine = min(panel + thread / 64, last);
     }
 
-    METHOD void next(const LinearArgs& a, const WeightRef& w, u8* stage) {
+    // `to` is the address of `stage`.
+    METHOD void next(const LinearArgs& a, const WeightRef& w, u8* stage, u32 to) {
         const u32 quads = (end - at.column) / 4, column = at.column, thread = threadIdx.x;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
+        each<EACH>([&](auto i) {
             // Of halves 0 and 1 are of the first panel.
-            const int which = EACH == 4 ? i / 2 : i, more = EACH == 4 ? i % 2 : 0;
-            const u32 place = (codes_to ^ exchange<PAIR>(more * THREADS / PIECES) * 16) + i * THREADS * 16;
-            const bool all = PAIR || (EACH == 1 ? thread % 64 : thread) / PIECES < quads;
-            copy_async_some(stage + place, codes[which] + more * THREADS * 16, all ? 16 : 0);
-        }
+            const int I = decltype(i)::VALUE, PANEL = EACH == 4 ? I / 2 : I, MORE = EACH == 4 ? I % 2 : 0;
+            const int TO = I * THREADS * 16, FROM = MORE * THREADS * 16;
+            const u32 place = to + (codes_to ^ exchange<PAIR>(MORE * THREADS / PIECES) * 16);
+            const u32 quad = (EACH == 1 ? thread % 64 : thread) / PIECES;
+            if (PAIR) copy_whole<TO, FROM>(place, codes[PANEL]);
+            else copy_some<TO, FROM>(place, codes[PANEL], quad < quads ? 16 : 0);
+        });
 #pragma unroll
         for (int i = 0; i < (EACH == 1 ? 1 : 2); i++) codes[i] += 32 * PIECES * 4;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            copy_async_some(stage + h_to + i * (PAIR ? 2048 : 1024), h[i], PAIR || thread % 4 * 2 < quads ? there[i] : 0);
-            h[i] += 64;
+        each<2>([&](auto i) {
+            const int I = decltype(i)::VALUE;
+            copy_some<I * (PAIR ? 2048 : 1024), 0>(to + h_to, h[I], PAIR || thread % 4 * 2 < quads ? there[I] : 0);
+            h[I] += 64;
+        });
+        if (CODE == CODE_HALVES) {
+            at.column += 32;
+            return;
         }
-        if (CODE == CODE_HALVES) return;
         // Scales of the two panels by two warps.
         const int lane = thread % 32, slots = PAIR ? 1 : 2;
         const bool copies = thread / 32 % 2 == 0;
@@ -84,19 +90,19 @@ struct Copies {
 };
 
 // The words of the warp's two fragments of a panel: of every piece the first half or the second, of halves two pieces.
-template <int CODE>
-DEVICE void read_words(u32 (&words)[2][4], const u8* codes, int side) {
+template <int CODE, int K>
+DEVICE void read_words(u32 (&words)[2][4], u32 codes, int side) {
     if constexpr (CODE == CODE_HALVES) {
-        const uint4 low = *(const uint4*)(codes + side * 256), high = *(const uint4*)(codes + side * 256 + 128);
+        const uint4 low = shared_16<K * 512>(codes + side * 256), high = shared_16<K * 512 + 128>(codes + side * 256);
         words[0][0] = low.x, words[0][1] = high.x, words[0][2] = low.y, words[0][3] = high.y;
         words[1][0] = low.z, words[1][1] = high.z, words[1][2] = low.w, words[1][3] = high.w;
     } else {
-#pragma unroll
-        for (int i = 0; i < Quad<CODE>::LANE; i++) {
-            const uint4 v = *(const uint4*)(codes + i * 128);
-            words[0][i] = side ? v.z : v.x;
-            words[1][i] = side ? v.w : v.y;
-        }
+        each<Quad<CODE>::LANE>([&](auto i) {
+            const int I = decltype(i)::VALUE;
+            const uint4 v = shared_16<K * Quad<CODE>::PIECES * 16 + I * 128>(codes);
+            words[0][I] = side ? v.z : v.x;
+            words[1][I] = side ? v.w : v.y;
+        });
     }
 }
 
@@ -109,18 +115,19 @@ struct Wide {
     float4* kept;  // [16][THREADS], the thread's
     float* sums;   // [TOKENS], of the activations of a fold
     u8* stages;
-    u32 filled, used;        // where stages begin
+    u32 base;                // their address
+    u32 filled, used;        // where stages begin, from there
     u32 codes_from, h_from;  // where the lane reads in a stage
-    int steps, half, g, t, side, mine;
+    int half, g, t, side, mine;
+    u32 adds;  // whether the thread adds sums of activations
 
     // One more stage under way, if there are any more.
     METHOD void copy(const LinearArgs& a, const WeightRef& w) {
-        if (steps > 0) {
-            copies.next(a, w, stages + filled);
+        if (copies.at.column < copies.end) {
+            copies.next(a, w, stages + filled, base + filled);
             filled += a.stage;
             if (filled == STAGES * a.stage) filled = 0;
         }
-        steps--;
         copy_commit();
     }
 
@@ -136,18 +143,23 @@ struct Wide {
         if (FIRST && CODE <= CODE_INT8 && w.zero == ZERO_CODE)
             load_zeros<CODE, 2>(zero, a, stage, PAIR ? mine : mine * 2 + half, g, 2 * side);
         u32 f[K][2][4];
-#pragma unroll
-        for (int k = 0; k < K; k++) {
+        const u32 codes_at = base + used + codes_from, h_at = base + used + h_from;
+        each<K>([&](auto k) {
+            const int I = decltype(k)::VALUE;
             u32 words[2][4];
-            read_words<CODE>(words, stage + codes_from + (PAIR ? k : 4 * half) * QUAD, side);
+            read_words<CODE, I>(words, codes_at + (PAIR ? 0 : half * 4 * QUAD), side);
 #pragma unroll
-            for (int i = 0; i < 2; i++) fragment<CODE>(f[k][i], words[i], zero[i]);
-        }
-#pragma unroll
-        for (int j = 0; j < N8; j++) {
+            for (int i = 0; i < 2; i++) fragment<CODE>(f[I][i], words[i], zero[i]);
+        });
+        each<N8>([&](auto j_) {
+            const int j = decltype(j_)::VALUE;
             uint4 b;
-            if (PAIR) b = *(const uint4*)(stage + h_from + j * 512);
-            else *(uint2*)&b = *(const uint2*)(stage + h_from + half * (TOKENS * 32 + 64) + j * 256);
+            if (PAIR) {
+                b = shared_16<j * 512>(h_at);
+            } else {
+                const uint2 v = shared_8<j * 256>(h_at + half * (TOKENS * 32 + 64));
+                b.x = v.x, b.y = v.y;
+            }
 #pragma unroll
             for (int k = 0; k < K; k++)
 #pragma unroll
@@ -158,10 +170,10 @@ struct Wide {
                     else if (FIRST && k == 0) mma_f16_first(part[i][j], x[0], x[1], x[2], x[3], b0, b1);
                     else mma_f16(part[i][j], x[0], x[1], x[2], x[3], b0, b1);
                 }
-        }
-        if (CODE <= CODE_INT8 && w.zero == ZERO_MIN) {
-            if (!PAIR) __syncthreads();
-            if (threadIdx.x < TOKENS) {
+        });
+        if (CODE <= CODE_INT8) {
+            if (!PAIR && w.zero == ZERO_MIN) __syncthreads();
+            if (adds) {
                 const float2 two = *(const float2*)(stage + a.at_sums + threadIdx.x * 8);
                 float sum = (FIRST ? 0.0f : sums[threadIdx.x]) + (PAIR || half == 0 ? two.x : two.y);
                 if (PAIR) sum += two.y;
@@ -228,7 +240,7 @@ struct Wide {
     METHOD void run(const LinearArgs& a) {
         extern __shared__ uint4 shared[];
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        g = lane / 4, t = lane % 4, side = warp % 2, mine = warp / 2, half = 0;
+        g = lane / 4, t = lane % 4, side = fixed(warp % 2), mine = warp / 2, half = 0;
         const u32 token = blockIdx.x * TOKENS;
         u32 pair = blockIdx.y, first;
         const WeightRef w = pick(a, pair, first);
@@ -240,10 +252,11 @@ struct Wide {
         sums = (float*)((float4*)shared + 16 * THREADS);
         stages = (u8*)(sums + TOKENS);
         filled = used = 0;
-        codes_from = (mine * 8 + (PAIR ? 2 * t : t)) * QUAD + (g ^ exchange<PAIR>(PAIR ? 2 * t : t)) * 16;
-        h_from = a.at_h + (PAIR ? g * 64 + t * 16 : g * 32 + t * 8);
+        base = fixed(shared_address(stages));
+        codes_from = fixed((mine * 8 + (PAIR ? 2 * t : t)) * QUAD + (g ^ exchange<PAIR>(PAIR ? 2 * t : t)) * 16);
+        h_from = fixed(a.at_h + (PAIR ? g * 64 + t * 16 : g * 32 + t * 8));
+        adds = fixed(w.zero == ZERO_MIN && threadIdx.x < TOKENS);
         copies.init(a, w, pair * 2, token, start, end);
-        steps = (end - start + STAGE_COLUMNS - 1) / STAGE_COLUMNS;
 #pragma unroll
         for (int s = 0; s < STAGES - 1; s++) copy(a, w);
 #pragma unroll
@@ -308,7 +321,7 @@ DEVICE void wide(const LinearArgs& a) {
 }
 
 #define WIDE(name, code, fold) \
-    KERNEL(128) wide_##name##_##fold(const LinearArgs a) { wide<code, fold == 32>(a); }
+    KERNEL_2(128) wide_##name##_##fold(const LinearArgs a) { wide<code, fold == 32>(a); }
 
 WIDE(int4, CODE_INT4, 16)
 WIDE(int4, CODE_INT4, 32)

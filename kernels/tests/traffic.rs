@@ -3,15 +3,75 @@
 #[allow(dead_code)]
 mod pack;
 
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex},
+};
+
 use pack::{Packed, Rng};
 use quern_kernels::cuda::{
     Buffer, Device, Linear, Output, Upload, Weight,
     acts::{Acts, Form},
 };
 use quern_models::{FloatType, Scheme, ZeroKind};
+use quern_vgpu::KernelReport;
+
+/// One at a time: counts are of the process.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Runs a layer of inputs that are zero and counts, by kernel.
+fn count(device: &Arc<Device>, linear: &mut Linear, packed: &Packed, m: usize) -> BTreeMap<String, KernelReport> {
+    let gpu = quern_vgpu::load();
+    let (n, k) = (packed.n, packed.k);
+    let mut upload = Upload::new(device, Box::new(|_| {})).expect("an upload");
+    let weight = Weight::upload(&mut upload, &packed.view(), Form::F16).expect("a weight");
+    let mut acts = Acts::new(device, Form::F16, m, k).expect("memory");
+    acts.h.fill(0).expect("filled");
+    acts.factors.fill(0).expect("filled");
+    acts.sums.fill(0).expect("filled");
+    let to = Buffer::<f32>::new(device, "outputs", m * n).expect("memory");
+    linear.reserve(&[&weight], m).expect("room");
+    let out = Output::Store { to: to.ptr(), stride: n, bias: None };
+    gpu.set("traffic", "on");
+    gpu.stats();
+    linear.run(&[&weight], &acts, m, out).expect("run");
+    device.synchronize().expect("done");
+    gpu.set("traffic", "off");
+    gpu.stats()
+}
+
+/// The main loop of the kernel for many tokens: instructions of 32 columns of one fold after the first, in which a warp
+/// has 32 of tensor cores. Two sizes of groups and of layers tell it from what comes once a fold and once a layer.
+#[test]
+fn every_fourth_instruction_is_of_tensor_cores() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    quern_vgpu::load().set("sms", "4");
+    let device = Device::open(0).expect("the virtual GPU");
+    let mut linear = Linear::new(&device).expect("kernels");
+    for (bits, zero, most) in [(4, ZeroKind::Mid, 4.0), (4, ZeroKind::Code, 4.0), (8, ZeroKind::Mid, 4.1)] {
+        let mut of = |group: u32, k: usize| {
+            let scheme = Scheme::Int { bits, group, zero, scale: FloatType::F16 };
+            let stats = count(&device, &mut linear, &Packed::random(&mut Rng(1), 256, k, scheme), 64);
+            let (_, report) = stats.iter().find(|(kernel, _)| kernel.starts_with("wide")).expect("a kernel");
+            (report.count("warp_instructions") as f64, report.class("mma") as f64)
+        };
+        let (long, short) = ((of(128, 8192), of(128, 4096)), (of(64, 8192), of(64, 4096)));
+        let (by_128, by_64) = (long.0.0 - long.1.0, short.0.0 - short.1.0);
+        let mma = long.0.1 - long.1.1;
+        // Twice the folds.
+        let folds = by_64 - by_128;
+        let loop_ = (by_128 - folds) / mma;
+        println!(
+            "int{bits} {zero:?}: {loop_:.2} instructions of the main loop per one of tensor cores, groups of 128 {:.2}",
+            by_128 / mma
+        );
+        assert!(loop_ <= most, "int{bits} {zero:?}: {loop_}, expected {most}");
+    }
+}
 
 #[test]
 fn linear_layers_move_what_they_must() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
     let gpu = quern_vgpu::load();
     // As many multiprocessors as panels: nobody shares a panel, as in wide layers.
     gpu.set("sms", "4");
@@ -33,22 +93,8 @@ fn linear_layers_move_what_they_must() {
     );
     for (name, scheme) in schemes {
         let packed = Packed::random(&mut Rng(1), n, k, scheme);
-        let mut upload = Upload::new(&device, Box::new(|_| {})).expect("an upload");
-        let weight = Weight::upload(&mut upload, &packed.view(), Form::F16).expect("a weight");
         for m in [1, 8, 16, 64] {
-            let mut acts = Acts::new(&device, Form::F16, m, k).expect("memory");
-            acts.h.fill(0).expect("filled");
-            acts.factors.fill(0).expect("filled");
-            acts.sums.fill(0).expect("filled");
-            let to = Buffer::<f32>::new(&device, "outputs", m * n).expect("memory");
-            linear.reserve(&[&weight], m).expect("room");
-            let out = Output::Store { to: to.ptr(), stride: n, bias: None };
-            gpu.set("traffic", "on");
-            gpu.stats();
-            linear.run(&[&weight], &acts, m, out).expect("run");
-            device.synchronize().expect("done");
-            let stats = gpu.stats();
-            gpu.set("traffic", "off");
+            let stats = count(&device, &mut linear, &packed, m);
             let (kernel, report) = stats.iter().find(|(kernel, _)| kernel.contains(name)).expect("a kernel");
             let ratio = |a: &str, b: &str| report.count(a) as f64 / report.count(b).max(1) as f64;
             // Weights, inputs and outputs once.
@@ -63,9 +109,6 @@ fn linear_layers_move_what_they_must() {
             }
             assert!(passes <= 1.1, "{scheme} m = {m}: {passes} passes over shared memory");
             assert!(sectors <= 1.2, "{scheme} m = {m}: {sectors} sectors");
-            if std::env::var_os("QUERN_CLASSES").is_some() {
-                println!("{:?}", report.classes);
-            }
         }
     }
 }
