@@ -72,7 +72,52 @@ macro_rules! lanes {
         $crate::exec::lanes::pick!(body)
     }};
 }
-pub(crate) use {lanes, pick};
+
+/// `direct!(f, A, B, C => D)`: like `lanes!` with a function, which is inlined for certain where the compiler would
+/// think it too long. For what is long and often called.
+macro_rules! direct {
+    ($f:path, $a:ty => $d:ty) => {{
+        #[inline(always)]
+        fn body(w: &mut $crate::exec::Warp, x: &$crate::exec::Args, m: u32) {
+            use $crate::exec::lanes::{Lane, store};
+            let a = <$a as Lane>::row(w, x.a);
+            let mut row = <$d as Lane>::ZERO;
+            for i in 0..32 {
+                row.0[i] = $f(<$a as Lane>::lift(a.0[i])).bits_of();
+            }
+            store::<$d>(w, x.d, row, m);
+        }
+        $crate::exec::lanes::pick!(body)
+    }};
+    ($f:path, $a:ty, $b:ty => $d:ty) => {{
+        #[inline(always)]
+        fn body(w: &mut $crate::exec::Warp, x: &$crate::exec::Args, m: u32) {
+            use $crate::exec::lanes::{Lane, store};
+            let (a, b) = (<$a as Lane>::row(w, x.a), <$b as Lane>::row(w, x.b));
+            let mut row = <$d as Lane>::ZERO;
+            for i in 0..32 {
+                row.0[i] = $f(<$a as Lane>::lift(a.0[i]), <$b as Lane>::lift(b.0[i])).bits_of();
+            }
+            store::<$d>(w, x.d, row, m);
+        }
+        $crate::exec::lanes::pick!(body)
+    }};
+    ($f:path, $a:ty, $b:ty, $c:ty => $d:ty) => {{
+        #[inline(always)]
+        fn body(w: &mut $crate::exec::Warp, x: &$crate::exec::Args, m: u32) {
+            use $crate::exec::lanes::{Lane, store};
+            let (a, b, c) = (<$a as Lane>::row(w, x.a), <$b as Lane>::row(w, x.b), <$c as Lane>::row(w, x.c));
+            let mut row = <$d as Lane>::ZERO;
+            for i in 0..32 {
+                let (a, b, c) = (<$a as Lane>::lift(a.0[i]), <$b as Lane>::lift(b.0[i]), <$c as Lane>::lift(c.0[i]));
+                row.0[i] = $f(a, b, c).bits_of();
+            }
+            store::<$d>(w, x.d, row, m);
+        }
+        $crate::exec::lanes::pick!(body)
+    }};
+}
+pub(crate) use {direct, lanes, pick};
 
 /// A type that lies in registers.
 pub trait Lane: Copy {

@@ -7,7 +7,7 @@ use super::number::{
 };
 use super::{FTZ, RELU, Round, SAT, round_of};
 use crate::exec::Lanes;
-use crate::exec::lanes::lanes;
+use crate::exec::lanes::{direct, lanes};
 use crate::ptx::types::Ty;
 
 /// A float becomes an integer in between (`.rni` and the like), also where the result is a float.
@@ -80,6 +80,16 @@ fn to_bf16(x: f64, k: u32) -> u16 {
 #[inline(always)]
 fn join(high: u16, low: u16) -> u32 {
     u32::from(high) << 16 | u32::from(low)
+}
+
+#[inline(always)]
+fn join_f16(high: f32, low: f32) -> u32 {
+    join(f32_to_f16(high), f32_to_f16(low))
+}
+
+#[inline(always)]
+fn join_bf16(high: f32, low: f32) -> u32 {
+    join(f32_to_bf16(high), f32_to_bf16(low))
 }
 
 /// Where `k` says which type the result has, for functions that serve several.
@@ -215,10 +225,10 @@ fn single_source(to: Ty, from: Ty, k: u32) -> Option<Lanes> {
     const ZERO: u32 = INTEGRAL | (Round::Zero as u32) << 2;
     // The usual ones, short.
     match (to, from, k) {
-        (Ty::F32, Ty::F16, 0) => return Some(lanes!(map1, |a: u16| f16_to_f32(a))),
-        (Ty::F32, Ty::Bf16, 0) => return Some(lanes!(map1, |a: u16| bf16_to_f32(a))),
-        (Ty::F16, Ty::F32, 0) => return Some(lanes!(map1, |a: f32| f32_to_f16(a))),
-        (Ty::Bf16, Ty::F32, 0) => return Some(lanes!(map1, |a: f32| f32_to_bf16(a))),
+        (Ty::F32, Ty::F16, 0) => return Some(direct!(f16_to_f32, u16 => f32)),
+        (Ty::F32, Ty::Bf16, 0) => return Some(direct!(bf16_to_f32, u16 => f32)),
+        (Ty::F16, Ty::F32, 0) => return Some(direct!(f32_to_f16, f32 => u16)),
+        (Ty::Bf16, Ty::F32, 0) => return Some(direct!(f32_to_bf16, f32 => u16)),
         (Ty::F32, Ty::S32, 0) => return Some(lanes!(map1, |a: i32| a as f32)),
         (Ty::F32, Ty::U32, 0) => return Some(lanes!(map1, |a: u32| a as f32)),
         (Ty::S32, Ty::F32, NEAR) => return Some(lanes!(map1, |a: f32| a.round_ties_even() as i32)),
@@ -265,8 +275,8 @@ fn single_source(to: Ty, from: Ty, k: u32) -> Option<Lanes> {
 
 fn pairs(to: Ty, from: Ty, _k: u32) -> Option<Lanes> {
     Some(match (to, from) {
-        (Ty::F16x2, Ty::F32) if _k == 0 => lanes!(map2, |a: f32, b: f32| join(f32_to_f16(a), f32_to_f16(b))),
-        (Ty::Bf16x2, Ty::F32) if _k == 0 => lanes!(map2, |a: f32, b: f32| join(f32_to_bf16(a), f32_to_bf16(b))),
+        (Ty::F16x2, Ty::F32) if _k == 0 => direct!(join_f16, f32, f32 => u32),
+        (Ty::Bf16x2, Ty::F32) if _k == 0 => direct!(join_bf16, f32, f32 => u32),
         (Ty::F16x2, Ty::F32) => {
             lanes!(map3k, |a: f32, b: f32, _c: u32, k: u32| join(to_f16(a.into(), k), to_f16(b.into(), k)))
         }

@@ -7,7 +7,7 @@
 use super::number::{exp2, flush, round_f32, two_sum};
 use super::{FTZ, NAN, SAT, round_of};
 use crate::exec::Lanes;
-use crate::exec::lanes::lanes;
+use crate::exec::lanes::{direct, lanes};
 use crate::ptx::types::Ty;
 
 #[inline(always)]
@@ -146,7 +146,14 @@ pub fn unary(op: &str, ty: Ty, k: u32) -> Option<Lanes> {
         "rsqrt" => lanes!(map3k, |a: f32, _b: u32, _c: u32, k: u32| {
             output((1.0 / f64::from(input(a, k)).sqrt()) as f32, k)
         }),
-        "ex2" if plain => lanes!(map1, exp2),
+        "ex2" if plain => direct!(exp2, f32 => f32),
+        "ex2" if k == FTZ => {
+            #[inline(always)]
+            fn flushed(a: f32) -> f32 {
+                flush(exp2(flush(a)))
+            }
+            direct!(flushed, f32 => f32)
+        }
         "ex2" => lanes!(map3k, |a: f32, _b: u32, _c: u32, k: u32| output(exp2(input(a, k)), k)),
         "lg2" => lanes!(map3k, |a: f32, _b: u32, _c: u32, k: u32| output(input(a, k).log2(), k)),
         "sin" => lanes!(map3k, |a: f32, _b: u32, _c: u32, k: u32| output(input(a, k).sin(), k)),

@@ -5,7 +5,7 @@ use super::number::{
     bf16_to_f32, exp2, f16_to_f32, f32_to_bf16, f32_to_f16, flush, fma_bf16, fma_f16, round_odd, two_sum,
 };
 use super::{FTZ, NAN, RELU, SAT};
-use crate::exec::lanes::{lanes, pick, test2, write_tests};
+use crate::exec::lanes::{direct, lanes, pick, test2, write_tests};
 use crate::exec::{Args, Lanes, Warp};
 use crate::ptx::types::Ty;
 
@@ -165,7 +165,7 @@ pub fn binary(op: &str, ty: Ty, k: u32) -> Option<Lanes> {
                         fn short(a: u16, b: u16) -> u16 {
                             two::<F>(a, b, 0, $f)
                         }
-                        lanes!(map2, short)
+                        direct!(short, u16, u16 => u16)
                     },
                     {
                         #[inline(always)]
@@ -174,7 +174,7 @@ pub fn binary(op: &str, ty: Ty, k: u32) -> Option<Lanes> {
                             let high = two::<F>((a >> 16) as u16, (b >> 16) as u16, 0, $f);
                             u32::from(low) | u32::from(high) << 16
                         }
-                        lanes!(map2, short)
+                        direct!(short, u32, u32 => u32)
                     }
                 )
             } else {
@@ -224,7 +224,12 @@ pub fn fused(ty: Ty, k: u32) -> Option<Lanes> {
         both::<T>(a, b, c, 0)
     }
     if k == 0 {
-        return Some(per_type!(ty, F, lanes!(map3, short_one::<F>), lanes!(map3, short_both::<F>)));
+        return Some(per_type!(
+            ty,
+            F,
+            direct!(short_one::<F>, u16, u16, u16 => u16),
+            direct!(short_both::<F>, u32, u32, u32 => u32)
+        ));
     }
     Some(per_type!(
         ty,
