@@ -39,6 +39,7 @@ pub struct Kernel {
 pub struct Module {
     /// Major * 10 + minor of `.version`.
     pub version: u32,
+    pub header: Header,
     pub kernels: HashMap<String, Kernel>,
     /// Address and size of each `.global` and `.const` variable.
     pub variables: HashMap<String, (u64, usize)>,
@@ -48,7 +49,9 @@ pub struct Module {
 }
 
 /// What is known of a module before any of it is loaded.
+#[derive(Debug)]
 pub struct Header {
+    /// Of the PTX.
     pub version: u32,
     /// Compute capability: major * 10 + minor.
     pub target: u32,
@@ -83,7 +86,8 @@ impl Module {
         place: &mut Place,
     ) -> Result<Module, LoadError> {
         let tree = parse(text)?;
-        accept(&header(&tree)?).map_err(LoadError::Refused)?;
+        let header = header(&tree)?;
+        accept(&header).map_err(LoadError::Refused)?;
         let mut variables = HashMap::new();
         for variable in tree.variables.iter().filter(|v| matches!(v.space, Space::Global | Space::Const)) {
             if variable.external {
@@ -103,7 +107,7 @@ impl Module {
         };
         let sources = tree.locations.iter().map(|&(line, file, source)| (line, path(file), source)).collect();
         let lines = text.lines().map(str::to_string).collect();
-        Ok(Module { version: tree.version, kernels, variables, lines, sources })
+        Ok(Module { version: tree.version, header, kernels, variables, lines, sources })
     }
 
     /// Where an instruction stands: `line 12: add.s32 ...; (a.cu:7)`.
