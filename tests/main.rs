@@ -6,6 +6,7 @@
 
 mod cli;
 mod compressed;
+mod cuda;
 mod handed;
 mod lossless;
 mod page;

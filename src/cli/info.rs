@@ -5,16 +5,21 @@ mod mechanisms;
 use std::{collections::BTreeMap, error::Error, fmt::Write, path::PathBuf};
 
 use clap::Args;
+use quern_kernels::{cores::default_threads, cpu::isa::Isa, cuda};
 use quern_models::{ModelFile, spec::Attn};
 use serde_json::json;
 
-use super::{open, print, size};
+use super::{one_line, open, print, size};
 
 /// Flags of `quern info`.
 #[derive(Debug, Args)]
 pub struct InfoArgs {
     /// A .qrn file
-    file: PathBuf,
+    #[arg(required_unless_present = "devices")]
+    file: Option<PathBuf>,
+    /// List what models can run on here
+    #[arg(long, conflicts_with_all = ["file", "tensors", "json", "verify"])]
+    devices: bool,
     /// List every tensor
     #[arg(long)]
     tensors: bool,
@@ -28,12 +33,13 @@ pub struct InfoArgs {
 
 /// Runs the command.
 pub fn main(args: InfoArgs) -> Result<(), Box<dyn Error>> {
-    let file = open(&args.file)?;
+    let Some(path) = &args.file else { return print(&devices()) };
+    let file = open(path)?;
     let verified =
-        if args.verify { Some(file.verify().map_err(|e| format!("{}: {e}", args.file.display()))?) } else { None };
+        if args.verify { Some(file.verify().map_err(|e| format!("{}: {e}", path.display()))?) } else { None };
     if args.json {
         let mut all = json!({
-            "file": args.file.display().to_string(),
+            "file": path.display().to_string(),
             "bytes": file.file_len(),
             "spec": file.spec(),
             "generation": file.generation(),
@@ -58,7 +64,7 @@ pub fn main(args: InfoArgs) -> Result<(), Box<dyn Error>> {
         }
         return print(&format!("{}\n", serde_json::to_string_pretty(&all)?));
     }
-    let mut text = summary(&args.file.display().to_string(), &file)?;
+    let mut text = summary(&path.display().to_string(), &file)?;
     if args.tensors {
         writeln!(text, "\n{:32} {:>16} {:24} {:>12} {:>14}", "tensor", "shape", "scheme", "bytes", "offset")?;
         for t in file.tensors() {
@@ -70,6 +76,30 @@ pub fn main(args: InfoArgs) -> Result<(), Box<dyn Error>> {
         writeln!(text, "verified     every hash is right: header and {} tensors, {} bytes", v.tensors, v.bytes)?;
     }
     print(&text)
+}
+
+/// One line a device, and why there is none of NVIDIA's if there is none.
+fn devices() -> String {
+    let mut text = format!("cpu      {}, {} threads by default\n", Isa::best().name, default_threads());
+    match cuda::devices() {
+        Ok(all) => {
+            for d in all {
+                let (major, minor) = d.capability;
+                let kind = if d.integrated { "shares the host's memory" } else { "its own memory" };
+                text += &format!(
+                    "cuda:{:<3} {}, compute capability {major}.{minor}, {} ({kind}), {} multiprocessors, driver for CUDA {}.{}\n",
+                    d.ordinal,
+                    one_line(&d.name),
+                    size(d.memory as u64),
+                    d.processors,
+                    d.driver / 1000,
+                    d.driver % 1000 / 10
+                );
+            }
+        }
+        Err(error) => text += &format!("cuda     {}\n", one_line(&error.to_string())),
+    }
+    text
 }
 
 /// Totals of one scheme.

@@ -7,11 +7,16 @@ pub mod export;
 pub mod info;
 pub mod run;
 pub mod serve;
+pub mod upload;
 
 use std::{error::Error, path::Path};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use quern_kernels::cpu::{acts::Mode, kv::KvType};
+use quern_kernels::{
+    cpu::kv::KvType,
+    cuda::CudaError,
+    exec::{self, Device},
+};
 use quern_models::{FormatError, ModelFile};
 
 use crate::engine::{EngineOptions, OpenError};
@@ -52,17 +57,54 @@ enum Command {
 pub enum Activations {
     /// Exact mode: weights are dequantized, nothing is rounded to integers
     F32,
-    /// Default mode: one int8 scale per row and block of columns
+    /// The CPU's default mode: one int8 scale per row and block of columns
     Int8,
+    /// The GPU's default mode: half precision, a power of two per row
+    F16,
 }
 
-impl From<Activations> for Mode {
-    fn from(a: Activations) -> Mode {
+impl From<Activations> for exec::Activations {
+    fn from(a: Activations) -> exec::Activations {
         match a {
-            Activations::F32 => Mode::F32,
-            Activations::Int8 => Mode::Int8,
+            Activations::F32 => exec::Activations::F32,
+            Activations::Int8 => exec::Activations::Int8,
+            Activations::F16 => exec::Activations::F16,
         }
     }
+}
+
+/// A device, as flags name it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceFlag {
+    /// The first GPU that can be used, else the CPU.
+    Auto,
+    /// This one.
+    Given(Device),
+}
+
+impl std::str::FromStr for DeviceFlag {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<DeviceFlag, String> {
+        match text {
+            "auto" => Ok(DeviceFlag::Auto),
+            _ => text.parse().map(DeviceFlag::Given).map_err(|e: String| e.replace("expected", "expected auto,")),
+        }
+    }
+}
+
+/// The device that `--device` means, `auto` if it is not there. Where a GPU cannot be used, stderr says why in one
+/// line; that there is none is worth a line only to those who typed the flag.
+pub fn device(flag: Option<DeviceFlag>) -> Device {
+    if let Some(DeviceFlag::Given(device)) = flag {
+        return device;
+    }
+    let (device, error) = Device::auto();
+    let expected = flag.is_none() && matches!(error, Some(CudaError::NoDriver | CudaError::NoDevice));
+    if let Some(error) = error.filter(|_| !expected) {
+        eprintln!("device: {device} ({})", one_line(&error.to_string()));
+    }
+    device
 }
 
 /// Keys and values, as flags name them.
@@ -74,6 +116,17 @@ pub enum Kv {
     F32,
     /// Half the memory of f16: one scale per token and head
     Int8,
+}
+
+impl Kv {
+    /// As flags name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kv::F16 => "f16",
+            Kv::F32 => "f32",
+            Kv::Int8 => "int8",
+        }
+    }
 }
 
 impl From<Kv> for KvType {
@@ -92,12 +145,15 @@ pub struct EngineArgs {
     /// Tokens the context holds, prompt and answer [default: the model's, at most 4096]
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, help_heading = "Engine")]
     pub ctx: usize,
+    /// Where to run: cpu, cuda, cuda:N or auto [default: auto, the first GPU that can be used, else the CPU]
+    #[arg(long, value_name = "DEVICE", help_heading = "Engine")]
+    pub device: Option<DeviceFlag>,
     /// Threads [default: one per fast physical core that this process may use]
     #[arg(short, long, value_name = "N", value_parser = threads, help_heading = "Engine")]
     pub threads: Option<usize>,
-    /// Activations of integer weights
-    #[arg(long, value_enum, default_value = "int8", help_heading = "Engine")]
-    pub activations: Activations,
+    /// Activations of quantized weights [default: int8 on the CPU, f16 on a GPU]
+    #[arg(long, value_enum, help_heading = "Engine")]
+    pub activations: Option<Activations>,
     /// Keys and values
     #[arg(long, value_enum, default_value = "f16", help_heading = "Engine")]
     pub kv: Kv,
@@ -107,9 +163,10 @@ impl EngineArgs {
     /// What they say to an engine.
     pub fn options(&self) -> EngineOptions {
         EngineOptions {
+            device: device(self.device),
             threads: self.threads.unwrap_or(0),
             context: self.ctx,
-            activations: self.activations.into(),
+            activations: self.activations.map(Into::into),
             kv: self.kv.into(),
             ..EngineOptions::default()
         }

@@ -14,6 +14,7 @@ use quern_models::{ModelFile, ModelSpec};
 use super::{
     EngineArgs, Usage, positive,
     run::{RunError, note},
+    upload,
 };
 use crate::{
     engine::{Engine, EngineOptions, OpenError, defaults, worker::Worker},
@@ -195,7 +196,8 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
     defaults
         .validate()
         .map_err(|e| format!("{}: the file's sampling defaults cannot be used: {e}", args.file.display()))?;
-    let mut engine = Engine::new(Arc::new(file), options).map_err(RunError::Open)?;
+    let progress = upload::progress(file.file_len());
+    let mut engine = Engine::open(Arc::new(file), options, progress).map_err(RunError::Open)?;
     if let Some(dir) = &args.cache_dir {
         say(&engine.keep_in(dir.clone()));
     }

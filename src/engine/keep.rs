@@ -96,7 +96,7 @@ impl Keep {
             };
             let restored = before.and_then(|before| pool.restore(before, &words[1..]));
             if let Some((block, _)) = restored {
-                executor.write_block(block, &body[4 + 4 * BLOCK..]);
+                executor.write_block(block, &body[4 + 4 * BLOCK..]).map_err(io::Error::other)?;
                 blocks.push(block);
             }
             nodes.push(restored.map(|(_, node)| node));
@@ -140,7 +140,7 @@ impl Keep {
             for (to, token) in entry[4..].chunks_exact_mut(4).zip(*tokens) {
                 to.copy_from_slice(&token.to_le_bytes());
             }
-            executor.read_block(*block, &mut entry[4 + 4 * BLOCK..]);
+            executor.read_block(*block, &mut entry[4 + 4 * BLOCK..]).map_err(io::Error::other)?;
             to.write_all(&entry)?;
             to.write_all(&hash(&entry).to_le_bytes())?;
         }

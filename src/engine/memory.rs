@@ -2,7 +2,10 @@
 
 use std::fmt;
 
-use quern_kernels::{cpu::kv::BLOCK, exec::CpuExecutor};
+use quern_kernels::{
+    cpu::kv::BLOCK,
+    exec::{self, Device, DeviceMemory},
+};
 use quern_models::{
     ModelFile, ModelSpec,
     spec::{Attn, Mlp},
@@ -14,7 +17,9 @@ use crate::sched::LOGIT_ROWS;
 /// Bytes, part by part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryPlan {
-    /// The mapped file.
+    /// Where.
+    pub device: Device,
+    /// The mapped file; on a GPU what is uploaded.
     pub weights: u64,
     /// Keys and values; touched as they fill.
     pub cache: u64,
@@ -45,21 +50,29 @@ pub struct TooLarge {
 impl MemoryPlan {
     pub(super) fn new(file: &ModelFile, options: &EngineOptions) -> MemoryPlan {
         let spec = file.spec();
-        let block = CpuExecutor::block_bytes(spec, options.kv) as u64;
+        let block = exec::block_bytes(spec, options.device, options.kv) as u64;
         let blocks = options.blocks_of(spec);
+        let there = exec::device_memory(file, &options.exec(spec));
+        let (weights, scratch, available) = match there {
+            None => (file.file_len(), scratch(spec, options), available()),
+            Some(DeviceMemory { weights, scratch, free }) => (weights, scratch, free),
+        };
         MemoryPlan {
-            weights: file.file_len(),
+            device: options.device,
+            weights,
             cache: block.saturating_mul(blocks as u64),
-            scratch: scratch(spec, options),
+            scratch,
             requests: 0,
-            available: available(),
+            available,
             tokens: blocks.saturating_mul(BLOCK),
             token_bytes: block / BLOCK as u64,
         }
     }
 
     /// The plan of a server that gives so many bytes to requests that are not computed yet.
+    /// On a GPU they do not count: they are in the host's memory, and the plan is of the device's.
     pub fn with_requests(self, requests: u64) -> MemoryPlan {
+        let requests = if self.device == Device::Cpu { requests } else { 0 };
         MemoryPlan { requests, ..self }
     }
 
@@ -96,9 +109,13 @@ impl MemoryPlan {
 
 impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let MemoryPlan { weights, cache, scratch, tokens, .. } = *self;
+        let MemoryPlan { device, weights, cache, scratch, tokens, .. } = *self;
         let [w, c, s, all] = [weights, cache, scratch, self.needed()].map(size);
-        write!(f, "memory: {w} weights (mapped) + up to {c} cache ({tokens} tokens) + about {s} scratch")?;
+        match device {
+            Device::Cpu => write!(f, "memory: {w} weights (mapped) + up to {c} cache")?,
+            _ => write!(f, "memory of {device}: {w} weights + {c} cache")?,
+        }
+        write!(f, " ({tokens} tokens) + about {s} scratch")?;
         write!(f, "{} = {all}", self.of_requests(" + up to "))?;
         match self.available {
             Some(there) => write!(f, "; {} are there", size(there)),
@@ -115,8 +132,7 @@ fn scratch(spec: &ModelSpec, options: &EngineOptions) -> u64 {
         let (Mlp::Gated { inner, .. } | Mlp::Plain { inner, .. }) = layer.mlp;
         (2 * heads + 2 * kv_heads) * head_dim + 2 * inner
     });
-    // A budget that follows the machine may grow to 2048 tokens.
-    let rows = if options.batch_tokens == 0 { 2048 } else { options.batch_tokens }.max(options.sequences);
+    let rows = options.rows();
     let row = 3 * spec.hidden + widest.max().unwrap_or(0);
     let logits = spec.vocab.saturating_mul(options.sequences + LOGIT_ROWS);
     let numbers = (rows as u64).saturating_mul(row as u64).saturating_add(logits as u64);
@@ -168,6 +184,7 @@ mod tests {
     #[test]
     fn a_plan_that_does_not_fit_says_what_would() {
         let plan = |available| MemoryPlan {
+            device: Device::Cpu,
             weights: 100_000_000,
             cache: 400_000_000,
             scratch: 50_000_000,

@@ -3,11 +3,8 @@
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Instant};
 
 use quern_kernels::{
-    cpu::{
-        acts::Mode,
-        kv::{BLOCK, KvType},
-    },
-    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Plan},
+    cpu::kv::{BLOCK, KvType},
+    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, Plan},
 };
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
@@ -24,6 +21,8 @@ use crate::sched::{Arrival, KvPool, Node, Scheduled, Scheduler, Step};
 /// How an engine runs a model.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineOptions {
+    /// Where.
+    pub device: Device,
     /// Threads; 0 takes the fast physical cores that this process may use.
     pub threads: usize,
     /// Longest sequence, tokens; 0 takes the model's own, at most 4096.
@@ -34,8 +33,8 @@ pub struct EngineOptions {
     pub cache_tokens: usize,
     /// Most tokens of one step; 0: beside answers as many of prompts as take about 50 ms, by measurement.
     pub batch_tokens: usize,
-    /// Activations of integer weights: int8 (default mode) or f32 (exact mode).
-    pub activations: Mode,
+    /// What quantized weights are multiplied with; `None`: what the device usually takes.
+    pub activations: Option<Activations>,
     /// Keys and values.
     pub kv: KvType,
 }
@@ -43,12 +42,13 @@ pub struct EngineOptions {
 impl Default for EngineOptions {
     fn default() -> Self {
         EngineOptions {
+            device: Device::Cpu,
             threads: 0,
             context: 0,
             sequences: 1,
             cache_tokens: 0,
             batch_tokens: 0,
-            activations: Mode::Int8,
+            activations: None,
             kv: KvType::F16,
         }
     }
@@ -58,6 +58,17 @@ impl EngineOptions {
     /// Tokens of the longest sequence.
     pub fn context_of(&self, spec: &ModelSpec) -> usize {
         if self.context == 0 { spec.max_context.min(DEFAULT_CONTEXT) } else { self.context }
+    }
+
+    /// What they say to an executor.
+    pub fn exec(&self, spec: &ModelSpec) -> ExecOptions {
+        let EngineOptions { device, threads, activations, kv, .. } = *self;
+        ExecOptions { device, threads, blocks: self.blocks_of(spec), activations, kv, rows: self.rows() }
+    }
+
+    /// Tokens of the largest step: a budget that follows the machine may grow to 2048.
+    pub fn rows(&self) -> usize {
+        if self.batch_tokens == 0 { 2048 } else { self.batch_tokens }.max(self.sequences)
     }
 
     /// KV blocks.
@@ -104,15 +115,22 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Prepares the CPU for an opened file.
+    /// Prepares the device for an opened file.
     pub fn new(file: Arc<ModelFile>, options: EngineOptions) -> Result<Engine, OpenError> {
+        Engine::open(file, options, |_| {})
+    }
+
+    /// The same; `progress` is told how many bytes of weights went to a device that has its own memory.
+    pub fn open(
+        file: Arc<ModelFile>,
+        options: EngineOptions,
+        progress: impl FnMut(usize) + 'static,
+    ) -> Result<Engine, OpenError> {
         let most = file.spec().max_context;
         if options.context > most {
             return Err(OpenError::Context { asked: options.context, most });
         }
-        let blocks = options.blocks_of(file.spec());
-        let cpu = CpuOptions { threads: options.threads, blocks, mode: options.activations, kv: options.kv };
-        let executor = Box::new(CpuExecutor::new(file.clone(), cpu)?);
+        let executor = exec::open(file.clone(), options.exec(file.spec()), progress)?;
         Ok(Engine::with_executor(file, executor, options))
     }
 
@@ -168,7 +186,7 @@ impl Engine {
         for &(request, cached) in &step.started {
             events.push(Event::Started { request, cached, at });
         }
-        let shares = self.masked(step, events);
+        let shares = self.masked(step, events)?;
         if shares.is_empty() {
             return Ok(vec![]);
         }
@@ -183,7 +201,6 @@ impl Engine {
                 output: self.active[&share.id].output(*share, &s.tokens[..end]),
             });
         }
-        let failed = |e| EngineError::Backend(Box::new(e));
         let start = Instant::now();
         let ticket = self.executor.submit(&plan).map_err(failed)?;
         let outputs = self.executor.collect(ticket).map_err(failed)?;
@@ -196,9 +213,9 @@ impl Engine {
     }
 
     /// Copies the step's blocks and asks the constraints what may come; a request whose constraint fails is out.
-    fn masked(&mut self, step: Step, events: &mut Vec<Event>) -> Vec<Scheduled> {
+    fn masked(&mut self, step: Step, events: &mut Vec<Event>) -> Result<Vec<Scheduled>, EngineError> {
         for &(from, to) in &step.copies {
-            self.executor.copy_block(from, to);
+            self.executor.copy_block(from, to).map_err(failed)?;
         }
         let mut shares = step.shares;
         shares.retain(|share| {
@@ -212,7 +229,7 @@ impl Engine {
             }
             true
         });
-        shares
+        Ok(shares)
     }
 
     /// Takes what a share gave.
@@ -269,6 +286,10 @@ impl Engine {
 
 /// Context where nothing is asked: enough for a chat, and small enough not to ask for gigabytes.
 const DEFAULT_CONTEXT: usize = 4096;
+
+fn failed(error: ExecError) -> EngineError {
+    EngineError::Backend(Box::new(error))
+}
 
 /// The widest window, if every layer has one.
 fn window(spec: &ModelSpec) -> Option<usize> {

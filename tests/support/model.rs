@@ -5,11 +5,8 @@ use std::{path::Path, sync::Arc};
 use quern::engine::{Engine, EngineOptions, Event, Finish, Generator, Request};
 use quern_convert::{Options, Report, convert};
 use quern_kernels::{
-    cpu::{
-        acts::Mode,
-        kv::{BLOCK, KvType},
-    },
-    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, Executor, Output, Plan},
+    cpu::kv::{BLOCK, KvType},
+    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecOptions, Executor, Output, Plan},
     sample::SamplingParams,
 };
 use quern_models::ModelFile;
@@ -25,26 +22,46 @@ pub enum Run {
     Default,
     /// int8 activations, int8 KV.
     Small,
+    /// On a GPU: nothing is rounded.
+    GpuExact,
+    /// On a GPU: f16 activations, f16 KV.
+    GpuDefault,
 }
 
 impl Run {
-    pub fn mode(self) -> Mode {
+    pub fn activations(self) -> Activations {
         match self {
-            Run::Exact => Mode::F32,
-            Run::Default | Run::Small => Mode::Int8,
+            Run::Exact | Run::GpuExact => Activations::F32,
+            Run::Default | Run::Small => Activations::Int8,
+            Run::GpuDefault => Activations::F16,
         }
+    }
+
+    pub fn device(self) -> Device {
+        match self {
+            Run::Exact | Run::Default | Run::Small => Device::Cpu,
+            Run::GpuExact | Run::GpuDefault => Device::Cuda(0),
+        }
+    }
+
+    /// An executor with so many blocks.
+    pub fn executor(self, file: &Arc<ModelFile>, blocks: usize) -> Box<dyn Executor> {
+        let (activations, kv) = (Some(self.activations()), self.kv());
+        let options = ExecOptions { device: self.device(), threads: 2, blocks, activations, kv, rows: 64 };
+        exec::open(file.clone(), options, |_| {}).unwrap()
     }
 
     pub fn kv(self) -> KvType {
         match self {
-            Run::Exact => KvType::F32,
-            Run::Default => KvType::F16,
+            Run::Exact | Run::GpuExact => KvType::F32,
+            Run::Default | Run::GpuDefault => KvType::F16,
             Run::Small => KvType::Int8,
         }
     }
 
     pub fn engine(self) -> EngineOptions {
-        EngineOptions { threads: 2, activations: self.mode(), kv: self.kv(), ..EngineOptions::default() }
+        let (device, activations, kv) = (self.device(), Some(self.activations()), self.kv());
+        EngineOptions { device, threads: 2, activations, kv, ..EngineOptions::default() }
     }
 }
 
@@ -59,7 +76,7 @@ pub fn kept(source: &Path, scratch: &Scratch) -> (Report, Arc<ModelFile>) {
 
 /// A model at work on one sequence.
 pub struct Sequence {
-    executor: CpuExecutor,
+    executor: Box<dyn Executor>,
     blocks: Vec<u32>,
     computed: usize,
 }
@@ -67,9 +84,7 @@ pub struct Sequence {
 impl Sequence {
     pub fn new(file: &Arc<ModelFile>, run: Run, room: usize) -> Sequence {
         let blocks = room.div_ceil(BLOCK);
-        let options = CpuOptions { threads: 2, blocks, mode: run.mode(), kv: run.kv() };
-        let executor = CpuExecutor::new(file.clone(), options).unwrap();
-        Sequence { executor, blocks: (0..blocks as u32).collect(), computed: 0 }
+        Sequence { executor: run.executor(file, blocks), blocks: (0..blocks as u32).collect(), computed: 0 }
     }
 
     /// Logits after each of the next tokens, `[tokens, vocab]`.

@@ -3,8 +3,9 @@
 use std::{
     ffi::OsStr,
     io::Write,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    sync::OnceLock,
     time::{Duration, Instant},
 };
 
@@ -39,6 +40,26 @@ pub fn quern_reads<S: AsRef<OsStr>>(args: &[S], stdin: &[u8]) -> Ran {
     // A program that does not want its input closes it.
     let _ = child.stdin.take().unwrap().write_all(stdin);
     Ran::new(child.wait_with_output().unwrap())
+}
+
+/// Runs the program where the virtual GPU is the driver, with more of the environment.
+pub fn quern_on_gpu<S: AsRef<OsStr>>(args: &[S], env: &[(&str, &str)]) -> Ran {
+    let mut command = command(args);
+    Ran::of(command.env("LD_LIBRARY_PATH", virtual_gpu()).envs(env.iter().copied()))
+}
+
+/// A folder with the virtual GPU under the name that programs look for.
+pub fn virtual_gpu() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let library = quern_vgpu::library();
+        let folder = library.parent().unwrap().join("virtual-gpu");
+        std::fs::create_dir_all(&folder).unwrap();
+        let (name, own) = (folder.join("libcuda.so"), folder.join(format!("{}.part", std::process::id())));
+        std::os::unix::fs::symlink(&library, &own).unwrap();
+        std::fs::rename(own, name).unwrap();
+        folder
+    })
 }
 
 impl Ran {

@@ -34,6 +34,9 @@ pub struct DeviceInfo {
     pub driver: i32,
 }
 
+/// Oldest compute capability that the kernels run on.
+pub(super) const CAPABILITY: (i32, i32) = (8, 0);
+
 /// All devices, in the driver's order.
 pub fn devices() -> Result<Vec<DeviceInfo>, CudaError> {
     let version = driver::init()?;
@@ -85,7 +88,7 @@ impl Device {
         }
         let there = all.len();
         let info = all.into_iter().nth(ordinal).ok_or(CudaError::Ordinal { asked: ordinal, there })?;
-        if info.capability < (8, 0) {
+        if info.capability < CAPABILITY {
             return Err(CudaError::OldDevice { ordinal, name: info.name, capability: info.capability });
         }
         let device = result::device::get(ordinal as c_int).map_err(|e| CudaError::call("cuDeviceGet", e))?;

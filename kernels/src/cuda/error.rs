@@ -67,6 +67,23 @@ pub enum CudaError {
         /// Bytes of the device.
         total: usize,
     },
+    /// A model that does not fit.
+    #[error(
+        "the model needs {} bytes of device memory: {weights} weights, {cache} cache, {scratch} scratch; {free} of {total} are free: {advice}",
+        weights + cache + scratch, advice = MEMORY_ADVICE
+    )]
+    Plan {
+        /// Bytes of weights.
+        weights: usize,
+        /// Bytes of keys and values.
+        cache: usize,
+        /// Bytes of buffers.
+        scratch: usize,
+        /// Bytes free now.
+        free: usize,
+        /// Bytes of the device.
+        total: usize,
+    },
     /// The driver refuses the kernels.
     #[error("the driver refuses the kernels of `{module}`: {name} ({text}){}", if log.is_empty() { String::new() } else { format!("\n{log}") })]
     Module {
@@ -101,8 +118,7 @@ pub enum CudaError {
     },
 }
 
-const MEMORY_ADVICE: &str =
-    "use a smaller context or fewer sequences, --kv int8, fewer --gpu-layers, or end other programs on the device";
+const MEMORY_ADVICE: &str = "use a smaller context or fewer sequences, --kv int8, or end other programs on the device";
 
 impl CudaError {
     /// A call's failure.

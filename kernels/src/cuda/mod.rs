@@ -11,11 +11,15 @@ pub mod choose;
 mod device;
 mod driver;
 mod error;
+mod exec;
+mod forward;
 pub mod kv;
 mod layout;
 mod linear;
+mod model;
 mod module;
 pub mod ops;
+pub mod peak;
 pub mod ptx;
 mod upload;
 mod weight;
@@ -26,6 +30,7 @@ pub use buffer::{Buffer, DevicePtr, Pinned, Pod};
 pub use choose::Choose;
 pub use device::{Device, DeviceInfo, Graph, devices};
 pub use error::CudaError;
+pub use exec::{CudaExecutor, CudaOptions, CudaPlan, HEAD_ROWS, MOST_ROWS};
 pub use kv::KvPool;
 pub use linear::{Linear, Output};
 pub use module::{Args, Kernel, Ptx};
@@ -37,3 +42,13 @@ pub const DRIVER_VERSION: i32 = 12000;
 
 /// The driver's own version that came with [`DRIVER_VERSION`].
 const DRIVER_NAME: &str = "525";
+
+/// The first device that can be used, or why there is none.
+pub fn usable() -> Result<usize, CudaError> {
+    let all = devices()?;
+    if let Some(device) = all.iter().find(|d| d.capability >= device::CAPABILITY) {
+        return Ok(device.ordinal);
+    }
+    let first = all.into_iter().next().ok_or(CudaError::NoDevice)?;
+    Err(CudaError::OldDevice { ordinal: 0, name: first.name, capability: first.capability })
+}

@@ -25,6 +25,8 @@ ptx! {
     WIDE = "wide";
     /// Rows of tables, and floats on their way to tiles.
     ROWS = "rows";
+    /// What a device can do at most.
+    PEAK = "peak";
 }
 
 #[cfg(test)]

@@ -4,13 +4,13 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
-use super::{ChunkOutput, ExecError, Executor, NO_BLOCK, Output, Plan, Ticket, forward::Forward};
+use super::{ChunkOutput, ExecError, Executor, Plan, Ticket, check::check, forward::Forward};
 use crate::{
     cores::default_threads,
     cpu::{
         acts::Mode,
         isa::Isa,
-        kv::{BLOCK, KvLayer, KvMemory, KvType},
+        kv::{KvLayer, KvMemory, KvType},
     },
     team::Team,
 };
@@ -62,59 +62,11 @@ impl CpuExecutor {
     pub fn regions(&self) -> usize {
         self.forward.regions()
     }
-
-    fn check(&self, plan: &Plan) -> Result<(), ExecError> {
-        let (vocab, positions) = (self.forward.spec().vocab, self.forward.spec().positions);
-        for (chunk, c) in plan.chunks.iter().enumerate() {
-            let bad = |what, expected: String, got: String| Err(ExecError::Plan { chunk, what, expected, got });
-            if c.tokens.is_empty() {
-                return bad("tokens", "at least 1".into(), "0".into());
-            }
-            if let Some(t) = c.tokens.iter().find(|&&t| t as usize >= vocab) {
-                return bad("token", format!("below {vocab}"), t.to_string());
-            }
-            if let Some(rows) = positions.filter(|&rows| c.start + c.tokens.len() > rows) {
-                return bad("position", format!("below {rows}"), (c.start + c.tokens.len() - 1).to_string());
-            }
-            let needed = (c.start + c.tokens.len()).div_ceil(BLOCK);
-            if c.blocks.len() < needed {
-                return bad("blocks", format!("at least {needed}"), c.blocks.len().to_string());
-            }
-            let gone = self.forward.passed(c.start) / BLOCK;
-            let wrong = |(i, b): &(usize, &u32)| **b as usize >= self.blocks() && !(**b == NO_BLOCK && *i < gone);
-            if let Some((_, b)) = c.blocks.iter().enumerate().find(wrong) {
-                return bad("block", format!("below {}", self.blocks()), b.to_string());
-            }
-            if c.output.from(c.tokens.len()) > c.tokens.len() {
-                return bad("first output row", format!("at most {}", c.tokens.len()), c.output.from(0).to_string());
-            }
-            if let Output::Tokens { history, .. } = &c.output
-                && history.len() != c.start + c.tokens.len()
-            {
-                return bad("history", (c.start + c.tokens.len()).to_string(), history.len().to_string());
-            }
-            if let Output::Tokens { from, allowed: Some(allowed), .. } = &c.output
-                && allowed.len() != (c.tokens.len() - from) * vocab.div_ceil(32)
-            {
-                let expected = (c.tokens.len() - from) * vocab.div_ceil(32);
-                return bad("words of allowed tokens", expected.to_string(), allowed.len().to_string());
-            }
-            let own = &c.blocks[c.start / BLOCK..needed];
-            let shared = plan.chunks[..chunk].iter().any(|o| {
-                o.blocks[o.start / BLOCK..(o.start + o.tokens.len()).div_ceil(BLOCK)].iter().any(|b| own.contains(b))
-            });
-            let twice = own.iter().enumerate().any(|(i, b)| own[..i].contains(b));
-            if shared || twice {
-                return bad("blocks written in this step", "each once".into(), format!("{own:?} used twice"));
-            }
-        }
-        Ok(())
-    }
 }
 
 impl Executor for CpuExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
-        self.check(plan)?;
+        check(plan, self.forward.spec(), self.blocks())?;
         let outputs = if plan.chunks.is_empty() { vec![] } else { self.forward.step(plan) };
         self.next += 1;
         self.ready.insert(self.next, outputs);
@@ -129,24 +81,27 @@ impl Executor for CpuExecutor {
         self.forward.kv().blocks()
     }
 
-    fn copy_block(&mut self, from: u32, to: u32) {
+    fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
         assert!((from as usize) < self.blocks() && (to as usize) < self.blocks(), "block {from} or {to}");
         // SAFETY: `&mut self`: no step is running, so nobody reads or writes either block.
-        unsafe { self.forward.kv().copy_block(from, to) }
+        unsafe { self.forward.kv().copy_block(from, to) };
+        Ok(())
     }
 
     fn block_bytes(&self) -> usize {
         self.forward.kv().bytes_of_block()
     }
 
-    fn read_block(&mut self, block: u32, to: &mut [u8]) {
+    fn read_block(&mut self, block: u32, to: &mut [u8]) -> Result<(), ExecError> {
         // SAFETY: `&mut self`: no step is running, so nobody writes the block.
-        unsafe { self.forward.kv().read_block(block, to) }
+        unsafe { self.forward.kv().read_block(block, to) };
+        Ok(())
     }
 
-    fn write_block(&mut self, block: u32, from: &[u8]) {
+    fn write_block(&mut self, block: u32, from: &[u8]) -> Result<(), ExecError> {
         // SAFETY: `&mut self`: no step is running, so nobody reads or writes the block.
-        unsafe { self.forward.kv().write_block(block, from) }
+        unsafe { self.forward.kv().write_block(block, from) };
+        Ok(())
     }
 
     fn describe(&self) -> String {

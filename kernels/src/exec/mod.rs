@@ -5,10 +5,18 @@
 //! activations and KV memory, and no scheduling state: which block belongs to whom is the plan's
 //! business. One dynamic call a step.
 
+mod angles;
+mod check;
 mod cpu;
+mod device;
 mod forward;
 
+pub(crate) use angles::Angles;
+pub(crate) use check::check;
 pub use cpu::{CpuExecutor, CpuOptions};
+pub use device::{Activations, Device, DeviceMemory, ExecOptions, block_bytes, device_memory, open};
+
+use quern_models::{ModelSpec, spec::Attn};
 
 use crate::sample::{SampleError, Sampled, SamplingParams};
 
@@ -67,7 +75,7 @@ pub enum Output<'a> {
 
 impl Output<'_> {
     /// First row that needs logits; `rows` if none does.
-    fn from(&self, rows: usize) -> usize {
+    pub(crate) fn from(&self, rows: usize) -> usize {
         match self {
             Output::None => rows,
             Output::Tokens { from, .. } | Output::Logits { from } | Output::Hidden { from } => *from,
@@ -78,6 +86,16 @@ impl Output<'_> {
 /// A submitted plan, to be collected once.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket(u64);
+
+impl Ticket {
+    pub(crate) fn new(number: u64) -> Ticket {
+        Ticket(number)
+    }
+
+    pub(crate) fn number(&self) -> u64 {
+        self.0
+    }
+}
 
 /// What a chunk gave.
 #[derive(Debug)]
@@ -123,6 +141,20 @@ pub enum ExecError {
         /// Blocks asked.
         blocks: usize,
     },
+    /// Activations that the device does not have.
+    #[error("{device} has no {} activations: expected {}", activations.name(), match device {
+        Device::Cpu => "int8 or f32",
+        Device::Cuda(_) => "f16 or f32",
+    })]
+    Activations {
+        /// The device.
+        device: Device,
+        /// What was asked for.
+        activations: Activations,
+    },
+    /// The GPU cannot do it, or failed.
+    #[error(transparent)]
+    Cuda(#[from] crate::cuda::CudaError),
 }
 
 /// A device with a model on it.
@@ -137,18 +169,27 @@ pub trait Executor: Send {
     fn blocks(&self) -> usize;
 
     /// Copies a block's keys and values, for a sequence that leaves a shared one.
-    fn copy_block(&mut self, from: u32, to: u32);
+    fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError>;
 
     /// Bytes of a block's keys and values, all layers together.
     fn block_bytes(&self) -> usize;
 
     /// A block's keys and values, `[block_bytes]`, to be kept elsewhere; what the bytes mean depends on the model, the
     /// KV type and the version of this program.
-    fn read_block(&mut self, block: u32, to: &mut [u8]);
+    fn read_block(&mut self, block: u32, to: &mut [u8]) -> Result<(), ExecError>;
 
     /// Puts back what [`Executor::read_block`] gave.
-    fn write_block(&mut self, block: u32, from: &[u8]);
+    fn write_block(&mut self, block: u32, from: &[u8]) -> Result<(), ExecError>;
 
     /// Numeric mode and instruction set, as shown to people: `int8 activations, f16 KV, avx2, 2 threads`.
     fn describe(&self) -> String;
+}
+
+/// Positions below it are seen by no layer from the row at `pos` on.
+pub(crate) fn passed(spec: &ModelSpec, pos: usize) -> usize {
+    let first = |attn: &Attn| {
+        let Attn::Gqa { window, .. } = *attn;
+        window.map_or(0, |w| (pos + 1).saturating_sub(w))
+    };
+    spec.layers.iter().map(|layer| first(&layer.attn)).min().unwrap_or(0)
 }

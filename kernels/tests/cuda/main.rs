@@ -3,9 +3,12 @@
 mod attend;
 mod choose;
 mod common;
+mod exec;
 mod linear;
 mod ops;
 
 #[allow(dead_code)]
 #[path = "../pack/mod.rs"]
 mod pack;
+#[path = "../support/mod.rs"]
+mod support;

@@ -10,12 +10,12 @@ use clap::{Args, Subcommand};
 use quern_kernels::{
     cores::default_threads,
     cpu::{isa::Isa, probe},
-    exec::{CpuExecutor, CpuOptions},
+    exec::{self, Device, ExecOptions},
     team::Team,
 };
 use quern_models::ModelFile;
 
-use super::{Activations, Format, Kv, Usage, batch, open, positive, print, threads};
+use super::{Activations, DeviceFlag, Format, Kv, Usage, batch, device, open, positive, print, threads};
 use rows::{Measured, Test};
 
 /// Flags of `quern bench`.
@@ -51,9 +51,12 @@ pub struct BenchArgs {
     /// Measured repetitions of each test, after one that warms up
     #[arg(short, long, default_value_t = 5, value_parser = positive)]
     repetitions: usize,
-    /// Activations of integer weights
-    #[arg(long, value_enum, default_value = "int8")]
-    activations: Activations,
+    /// Where to run: cpu, cuda, cuda:N or auto [default: auto, the first GPU that can be used, else the CPU]
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<DeviceFlag>,
+    /// Activations of quantized weights [default: int8 on the CPU, f16 on a GPU]
+    #[arg(long, value_enum)]
+    activations: Option<Activations>,
     /// Keys and values
     #[arg(long, value_enum, default_value = "f16")]
     kv: Kv,
@@ -91,17 +94,28 @@ pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
         let asked = t.depth.saturating_add(t.tokens);
         return Err(format!("{t}: {asked} tokens, the model was made for at most {most}").into());
     }
+    let device = device(args.device);
     let threads = if args.threads.is_empty() { vec![0] } else { args.threads.clone() };
     let mut all = vec![];
     for threads in threads {
         let blocks = tests.iter().map(Test::blocks).max().unwrap_or(1);
-        let options = CpuOptions { threads, blocks, mode: args.activations.into(), kv: args.kv.into() };
-        let mut executor = CpuExecutor::new(file.clone(), options)?;
+        let options = ExecOptions {
+            device,
+            threads,
+            blocks,
+            activations: args.activations.map(Into::into),
+            kv: args.kv.into(),
+            rows: rows::STEP.max(args.batch.iter().copied().max().unwrap_or(1)),
+        };
+        let mut executor = exec::open(file.clone(), options, |_| {})?;
         let threads = if threads == 0 { default_threads() } else { threads };
         for test in &tests {
-            all.push(rows::measure(&mut executor, &file, *test, args.repetitions, threads, args.kv.into())?);
+            all.push(rows::measure(&mut *executor, &file, *test, args.repetitions, threads, (device, args.kv.into()))?);
         }
         drop(executor);
+        if device != Device::Cpu {
+            continue;
+        }
         // After the tests of these threads, because the probe's own memory must not count as theirs.
         let team = Team::new(threads);
         let bandwidth = probe::read_bandwidth(&team, PROBE_BYTES).unwrap_or(f64::NAN);

@@ -9,7 +9,7 @@ use std::{
 };
 
 use quern_kernels::cpu::kv::BLOCK;
-use quern_kernels::exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, Executor, Output, Plan};
+use quern_kernels::exec::{self, Chunk, ChunkOutput, Device, ExecOptions, Executor, Output, Plan};
 use quern_models::format::{create_sibling, destination};
 
 use crate::cli::{Activations, Kv, Usage, open, print};
@@ -19,7 +19,8 @@ pub fn main(
     model: &Path,
     ids: &str,
     out: &Path,
-    activations: Activations,
+    device: Device,
+    activations: Option<Activations>,
     kv: Kv,
     threads: Option<usize>,
 ) -> Result<(), Box<dyn Error>> {
@@ -34,9 +35,15 @@ pub fn main(
         return Err(Usage(format!("--ids: token {bad}, the vocabulary has {vocab} tokens")).into());
     }
     let blocks: Vec<u32> = (0..ids.len().div_ceil(BLOCK) as u32).collect();
-    let options =
-        CpuOptions { threads: threads.unwrap_or(0), blocks: blocks.len(), mode: activations.into(), kv: kv.into() };
-    let mut executor = CpuExecutor::new(Arc::new(file), options)?;
+    let options = ExecOptions {
+        device,
+        threads: threads.unwrap_or(0),
+        blocks: blocks.len(),
+        activations: activations.map(Into::into),
+        kv: kv.into(),
+        rows: CHUNK,
+    };
+    let mut executor = exec::open(Arc::new(file), options, |_| {})?;
     let path = destination(out).map_err(|e| format!("{}: {e}", out.display()))?;
     if path.canonicalize().is_ok_and(|path| model.canonicalize().is_ok_and(|model| path == model)) {
         return Err(Usage("--logits: that is the model's own file".into()).into());
@@ -46,7 +53,7 @@ pub fn main(
         return Err(Usage("--logits: that is the file of --ids; give another name".into()).into());
     }
     let (temp, out) = create_sibling(&path)?;
-    let written = write(&mut executor, &ids, &blocks, vocab, out).and_then(|bad| {
+    let written = write(&mut *executor, &ids, &blocks, vocab, out).and_then(|bad| {
         std::fs::rename(&temp, &path)?;
         Ok(bad)
     });
@@ -66,7 +73,7 @@ pub fn main(
 
 /// Computes and writes all logits; returns the first position whose logits are not finite.
 fn write(
-    executor: &mut CpuExecutor,
+    executor: &mut dyn Executor,
     ids: &[u32],
     blocks: &[u32],
     vocab: usize,

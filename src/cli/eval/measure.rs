@@ -16,8 +16,8 @@ use std::{
 
 use quern_kernels::{
     cores::default_threads,
-    cpu::{acts::Mode, kv::BLOCK, kv::KvType},
-    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Output, Plan},
+    cpu::{kv::BLOCK, kv::KvType},
+    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, Output, Plan},
 };
 use quern_models::ModelFile;
 
@@ -49,7 +49,7 @@ impl Reference {
 
 /// One model in one mode.
 pub struct Runner {
-    executor: CpuExecutor,
+    executor: Box<dyn Executor>,
     blocks: Vec<u32>,
     /// For messages: file and mode.
     name: String,
@@ -60,12 +60,14 @@ impl Runner {
     pub fn new(
         name: String,
         file: &Arc<ModelFile>,
-        (mode, kv): (Mode, KvType),
+        device: Device,
+        (activations, kv): (Option<Activations>, KvType),
         context: usize,
         threads: usize,
     ) -> Result<Runner, ExecError> {
         let blocks = context.div_ceil(BLOCK);
-        let executor = CpuExecutor::new(file.clone(), CpuOptions { threads, blocks, mode, kv })?;
+        let options = ExecOptions { device, threads, blocks, activations, kv, rows: STEP };
+        let executor = exec::open(file.clone(), options, |_| {})?;
         Ok(Runner { executor, blocks: (0..blocks as u32).collect(), name })
     }
 
@@ -97,6 +99,8 @@ pub struct Setting<'a> {
     pub task: &'a Task,
     /// Size of the vocabulary.
     pub vocab: usize,
+    /// The device.
+    pub device: Device,
     /// Threads; 0: as many as the executor takes.
     pub threads: usize,
     /// Set by Ctrl-C.
@@ -113,14 +117,14 @@ pub fn measure(
     mut sink: Option<&mut Writer>,
     progress: &mut Progress,
 ) -> Result<Vec<Vec<Score>>, Box<dyn Error>> {
-    let Setting { task, vocab, threads, .. } = *setting;
+    let Setting { task, vocab, device, threads, .. } = *setting;
     let cores = if threads == 0 { default_threads() } else { threads };
     let mut reference = match reference {
         None => None,
         Some(Reference::Saved(saved)) => Some(Ready::Saved(saved)),
         Some(Reference::Model(name, file)) => {
             let name = format!("{}, exact", name.display());
-            Some(Ready::Model(Box::new(Runner::new(name, file, EXACT, task.protocol.context, threads)?)))
+            Some(Ready::Model(Box::new(Runner::new(name, file, device, EXACT, task.protocol.context, threads)?)))
         }
     };
     let mut scores: Vec<Vec<Score>> = runners.iter().map(|_| Vec::with_capacity(task.rows())).collect();
@@ -181,7 +185,7 @@ pub fn measure(
 }
 
 /// Exact mode.
-pub const EXACT: (Mode, KvType) = (Mode::F32, KvType::F32);
+pub const EXACT: (Option<Activations>, KvType) = (Some(Activations::F32), KvType::F32);
 
 /// Tokens of a step that needs no logits.
 const STEP: usize = 256;

@@ -19,14 +19,17 @@ use std::{
 };
 
 use clap::{Args, ValueEnum};
-use quern_kernels::cpu::{acts::Mode, kv::KvType};
+use quern_kernels::{
+    cpu::kv::KvType,
+    exec::{self, Device},
+};
 use quern_models::{ModelFile, format::MAGIC};
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     flag,
 };
 
-use super::{Activations, Format, Kv, Usage, open, positive, print, threads};
+use super::{Activations, DeviceFlag, Format, Kv, Usage, device, open, positive, print, threads};
 use crate::text::Tokenizer;
 use measure::{EXACT, Progress, Reference, Runner, Setting, measure, stem};
 use protocol::{Kind, Protocol};
@@ -86,7 +89,10 @@ pub struct EvalArgs {
     /// Where to write float32 logits [tokens, vocab] of --ids, as a safetensors file with one tensor "logits"
     #[arg(long, value_name = "OUT.safetensors", requires = "ids")]
     logits: Option<PathBuf>,
-    /// Activations of integer weights, instead of --modes [default: int8]
+    /// Where to run: cpu, cuda, cuda:N or auto [default: auto, the first GPU that can be used, else the CPU]
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<DeviceFlag>,
+    /// Activations of quantized weights, instead of --modes [default: int8 on the CPU, f16 on a GPU]
     #[arg(long, value_enum)]
     activations: Option<Activations>,
     /// Keys and values, instead of --modes [default: f16]
@@ -102,7 +108,7 @@ pub struct EvalArgs {
 enum Named {
     /// Nothing is rounded: f32 activations, f32 keys and values
     Exact,
-    /// As the other commands run: int8 activations, f16 keys and values
+    /// As the other commands run: int8 activations (f16 on a GPU), f16 keys and values
     Default,
 }
 
@@ -112,18 +118,19 @@ enum Named {
 pub struct Interrupted;
 
 /// A numeric mode and its name in the table.
-type Numerics = (String, (Mode, KvType));
+type Numerics = (String, (Option<exec::Activations>, KvType));
 
 /// Runs the command.
 pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
-    let (activations, kv) = (args.activations.unwrap_or(Activations::Int8), args.kv.unwrap_or(Kv::F16));
+    let kv = args.kv.unwrap_or(Kv::F16);
+    let device = device(args.device);
     if let (Some(ids), Some(out)) = (&args.ids, &args.logits) {
         let [file] = &args.file[..] else {
             return Err(Usage(format!("--ids: expected one file, got {}", args.file.len())).into());
         };
-        return logits::main(file, ids, out, activations, kv, args.threads);
+        return logits::main(file, ids, out, device, args.activations, kv, args.threads);
     }
-    let modes = modes(&args, activations, kv)?;
+    let modes = modes(&args, device, kv)?;
     if let Some(out) = &args.save_logits {
         check_output(out, &args, modes.len())?;
     }
@@ -147,7 +154,8 @@ pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
             .and_then(|_| flag::register(signal, interrupted.clone()))
             .map_err(|e| format!("signal handler: {e}"))?;
     }
-    let run = Run { args: &args, modes: &modes, protocol, common, text: text.as_deref(), interrupted: &interrupted };
+    let run =
+        Run { args: &args, modes: &modes, protocol, common, text: text.as_deref(), device, interrupted: &interrupted };
     let (mut rows, mut tokens, mut one_tokenization) = (vec![], None, true);
     let result = files.iter().enumerate().try_for_each(|(i, (path, file))| {
         let task = run.task(path, file, reference.as_ref())?;
@@ -174,6 +182,7 @@ struct Run<'a> {
     /// The reference's tokens, if there is one.
     common: Option<Task>,
     text: Option<&'a str>,
+    device: Device,
     interrupted: &'a AtomicBool,
 }
 
@@ -191,14 +200,21 @@ impl Run<'_> {
         let threads = self.args.threads.unwrap_or(0);
         let name = stem(path);
         let runner = |(mode, numerics): &Numerics| {
-            Runner::new(format!("{}, {mode}", path.display()), file, *numerics, self.protocol.context, threads)
+            Runner::new(
+                format!("{}, {mode}", path.display()),
+                file,
+                self.device,
+                *numerics,
+                self.protocol.context,
+                threads,
+            )
         };
         let mut runners = self.modes.iter().map(runner).collect::<Result<Vec<_>, _>>()?;
         let mut sink = match &self.args.save_logits {
             Some(out) => Some(Writer::create(out, task, vocab, &name, &self.modes[0].0)?),
             None => None,
         };
-        let setting = Setting { task, vocab, threads, interrupted: self.interrupted };
+        let setting = Setting { task, vocab, device: self.device, threads, interrupted: self.interrupted };
         let count = self.args.file.len();
         let what = if count > 1 { format!("{name} ({} of {count})", index + 1) } else { name.clone() };
         let mut progress = Progress::new(what);
@@ -255,21 +271,20 @@ impl Run<'_> {
 }
 
 /// The modes that flags ask for.
-fn modes(args: &EvalArgs, activations: Activations, kv: Kv) -> Result<Vec<Numerics>, Box<dyn Error>> {
+fn modes(args: &EvalArgs, device: Device, kv: Kv) -> Result<Vec<Numerics>, Box<dyn Error>> {
     let named = |mode: Named| match mode {
         Named::Exact => ("exact".to_string(), EXACT),
-        Named::Default => ("default".to_string(), (Mode::Int8, KvType::F16)),
+        Named::Default => ("default".to_string(), (None, KvType::F16)),
     };
     if args.activations.is_some() || args.kv.is_some() {
+        let usual = exec::Activations::usual(device);
+        let activations = args.activations.map_or(usual, Into::into);
         let name = match (activations, kv) {
-            (Activations::F32, Kv::F32) => "exact",
-            (Activations::Int8, Kv::F16) => "default",
-            (Activations::F32, Kv::F16) => "f32, f16 KV",
-            (Activations::Int8, Kv::F32) => "int8, f32 KV",
-            (Activations::F32, Kv::Int8) => "f32, int8 KV",
-            (Activations::Int8, Kv::Int8) => "int8, int8 KV",
+            (exec::Activations::F32, Kv::F32) => "exact".to_string(),
+            (a, Kv::F16) if a == usual => "default".to_string(),
+            (a, kv) => format!("{}, {} KV", a.name(), kv.name()),
         };
-        return Ok(vec![(name.into(), (activations.into(), kv.into()))]);
+        return Ok(vec![(name, (Some(activations), kv.into()))]);
     }
     let all = if args.save_logits.is_some() { &[Named::Exact][..] } else { &[Named::Exact, Named::Default] };
     let asked = if args.modes.is_empty() { all } else { &args.modes };

@@ -157,7 +157,8 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
     let sequences = if args.batch.is_some() { batch::IN_FLIGHT } else { 1 };
     let options = EngineOptions { sequences, ..args.engine.options() };
     let most_context = file.spec().max_context;
-    let mut engine = Engine::new(Arc::new(file), options)?;
+    let progress = super::upload::progress(file.file_len());
+    let mut engine = Engine::open(Arc::new(file), options, progress)?;
     let device = engine.describe();
     let session = Session {
         engine: &mut engine,

@@ -5,7 +5,6 @@
 //! o and residual, norm, gate/up and activation, down and residual); with few rows the small ones
 //! run on the calling thread, where a parallel region would cost more than it saves.
 
-mod angles;
 mod attention;
 mod head;
 mod linear;
@@ -14,18 +13,14 @@ mod tensors;
 
 use std::sync::Arc;
 
-use quern_models::{
-    ModelFile, ModelSpec,
-    spec::{Attn, Layer},
-};
+use quern_models::{ModelFile, ModelSpec};
 
 use self::{
-    angles::Angles,
     head::Heads,
     linear::PerThread,
     tensors::{Input, LayerTensors, index},
 };
-use super::{ChunkOutput, Plan};
+use super::{Angles, ChunkOutput, Plan};
 use crate::{
     cpu::{
         acts::{Acts, Forms, Mode},
@@ -112,15 +107,6 @@ impl Forward {
 
     pub(super) fn kv(&self) -> &KvMemory {
         &self.kv
-    }
-
-    /// Positions below it are seen by no layer from the row at `pos` on.
-    pub(super) fn passed(&self, pos: usize) -> usize {
-        let first = |layer: &Layer| {
-            let Attn::Gqa { window, .. } = layer.attn;
-            window.map_or(0, |w| (pos + 1).saturating_sub(w))
-        };
-        self.spec().layers.iter().map(first).min().unwrap_or(0)
     }
 
     pub(super) fn regions(&self) -> usize {

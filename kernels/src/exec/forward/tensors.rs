@@ -5,7 +5,7 @@ use quern_models::{
     spec::{Act, Attn, Layer, Mlp, Norm},
 };
 
-use super::angles::Angles;
+use super::super::Angles;
 use crate::cpu::{lanes::Simd, ops};
 
 /// A norm, and the order in which the linear layers behind it take its columns.

@@ -2,8 +2,8 @@
 #![allow(non_snake_case)]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::attributes::{PLAIN_SHARED, resident_threads, shared_memory};
 use super::{

@@ -5,7 +5,7 @@ use quern_models::spec::Rope;
 use super::Plan;
 
 /// Frequencies of a rope, and `[m][head_dim / 2]` cosines and sines of a step's rows.
-pub(super) struct Angles {
+pub(crate) struct Angles {
     rope: Rope,
     head_dim: usize,
     inv_freq: Vec<f32>,
@@ -26,16 +26,31 @@ impl Angles {
 
     /// Computes every row's angles. The product is rounded to f32 first, as the reference library does.
     pub fn turn(&mut self, plan: &Plan) {
+        self.turn_to(plan.chunks.iter().flat_map(|c| c.start..c.start + c.tokens.len()));
+    }
+
+    /// The same for rows at these positions.
+    pub fn turn_to(&mut self, positions: impl Iterator<Item = usize>) {
         let factor = self.rope.attention_factor();
         self.cos.clear();
         self.sin.clear();
-        for position in plan.chunks.iter().flat_map(|c| c.start..c.start + c.tokens.len()) {
+        for position in positions {
             for &f in &self.inv_freq {
                 let angle = (position as f32 * f) as f64;
                 self.cos.push(angle.cos() as f32 * factor);
                 self.sin.push(angle.sin() as f32 * factor);
             }
         }
+    }
+
+    /// Pairs of a head: half of its elements.
+    pub fn pairs(&self) -> usize {
+        self.inv_freq.len()
+    }
+
+    /// All cosines and sines, `[m][head_dim / 2]` each.
+    pub fn all(&self) -> (&[f32], &[f32]) {
+        (&self.cos, &self.sin)
     }
 
     /// Cosines and sines of a row, `[head_dim / 2]` each.

@@ -1,0 +1,385 @@
+//! The CUDA executor: a model on a device, its cache, and plans cut into passes of as many rows as there is room for.
+//!
+//! A chunk may be cut anywhere: a row's result does not depend on what it is computed with, so a pass is as good as the
+//! whole. Tokens are chosen on the device and only they come back; where logits or logprobs are wanted, or a set of
+//! tokens is given, logits come back and the host chooses as it does for the CPU.
+
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
+
+use quern_models::{ModelFile, ModelSpec, spec::Attn};
+
+use super::{
+    CudaError, Device, Upload,
+    acts::Form,
+    choose::{self, Ask, Choose, Chosen},
+    forward::Forward,
+    kv::KvPool,
+    model::Model,
+};
+use crate::{
+    cpu::kv::{BLOCK, KvLayer, KvType},
+    exec::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan, Ticket, check},
+    sample::{History, SampleError, Sampled, finish, sample_allowed},
+};
+
+/// How a model is run on a device.
+#[derive(Debug, Clone, Copy)]
+pub struct CudaOptions {
+    /// The driver's number of the device.
+    pub ordinal: usize,
+    /// KV blocks of 16 tokens.
+    pub blocks: usize,
+    /// What linear layers read.
+    pub form: Form,
+    /// Keys and values.
+    pub kv: KvType,
+    /// Rows of the largest pass wanted; no more than [`MOST_ROWS`] are taken at once.
+    pub rows: usize,
+}
+
+/// Most rows of a pass: beyond it weights are read often enough, and buffers grow.
+pub const MOST_ROWS: usize = 512;
+
+/// Most rows whose logits are in memory at once.
+pub const HEAD_ROWS: usize = 64;
+
+/// A model on a device.
+pub struct CudaExecutor {
+    forward: Forward,
+    ready: BTreeMap<u64, Vec<ChunkOutput>>,
+    next: u64,
+}
+
+/// Bytes that a model takes on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CudaPlan {
+    /// Weights.
+    pub weights: usize,
+    /// Keys and values.
+    pub cache: usize,
+    /// Buffers of a step.
+    pub scratch: usize,
+}
+
+impl CudaPlan {
+    /// What [`CudaExecutor::new`] will allocate.
+    pub fn of(file: &ModelFile, options: &CudaOptions) -> CudaPlan {
+        CudaPlan {
+            weights: Model::bytes(file, options.form),
+            cache: CudaExecutor::block_bytes(file.spec(), options.kv).saturating_mul(options.blocks),
+            scratch: Forward::scratch(file, options.form, rows_of(options)),
+        }
+    }
+
+    /// All parts.
+    pub fn total(&self) -> usize {
+        self.weights.saturating_add(self.cache).saturating_add(self.scratch)
+    }
+}
+
+fn rows_of(options: &CudaOptions) -> usize {
+    options.rows.clamp(1, MOST_ROWS)
+}
+
+impl CudaExecutor {
+    /// Checks that the model fits, then uploads it. `progress` is told how many bytes of weights are done.
+    pub fn new(
+        file: Arc<ModelFile>,
+        options: CudaOptions,
+        progress: Box<dyn FnMut(usize)>,
+    ) -> Result<CudaExecutor, CudaError> {
+        let device = Device::open(options.ordinal)?;
+        let plan = CudaPlan::of(&file, &options);
+        let (free, total) = device.memory()?;
+        if plan.total() > free {
+            let CudaPlan { weights, cache, scratch } = plan;
+            return Err(CudaError::Plan { weights, cache, scratch, free, total });
+        }
+        let mut upload = Upload::new(&device, progress)?;
+        let model = Model::upload(&file, options.form, &mut upload)?;
+        drop(upload);
+        let kv = KvPool::new(&device, &kv_layers(file.spec()), options.blocks, options.kv)?;
+        let forward = Forward::new(device, file, model, kv, options.form, rows_of(&options))?;
+        Ok(CudaExecutor { forward, ready: BTreeMap::new(), next: 0 })
+    }
+
+    /// Bytes of one KV block of a model.
+    pub fn block_bytes(spec: &ModelSpec, kv: KvType) -> usize {
+        KvPool::block_bytes(&kv_layers(spec), kv)
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<Device> {
+        self.forward.device()
+    }
+
+    fn step(&mut self, plan: &Plan) -> Result<Vec<ChunkOutput>, CudaError> {
+        let mut got: Vec<Got> = plan.chunks.iter().map(|c| Got::new(&c.output)).collect();
+        for pass in passes(plan, self.forward.rows()) {
+            self.forward.layers(plan, &pass)?;
+            self.head(plan, &pass, &mut got)?;
+        }
+        Ok(got.into_iter().map(Got::done).collect())
+    }
+
+    /// Head of the rows of a pass that something is wanted of.
+    fn head(&mut self, plan: &Plan, pass: &[Part], got: &mut [Got]) -> Result<(), CudaError> {
+        let spec = self.forward.spec();
+        let (vocab, hidden) = (spec.vocab, spec.hidden);
+        let (mut states, mut rows) = (vec![], vec![]);
+        let mut first = 0;
+        for part in pass {
+            let chunk = &plan.chunks[part.chunk];
+            for i in part.tokens.clone().filter(|&i| i >= chunk.output.from(chunk.tokens.len())) {
+                let row = (first + i - part.tokens.start) as u32;
+                if let Output::Hidden { .. } = chunk.output {
+                    states.push((part.chunk, row));
+                } else {
+                    rows.push(Wanted { chunk: part.chunk, token: i, row });
+                }
+            }
+            first += part.tokens.len();
+        }
+        for states in states.chunks(HEAD_ROWS) {
+            let rows: Vec<u32> = states.iter().map(|s| s.1).collect();
+            let values = self.forward.normed(&rows)?;
+            for (&(chunk, _), values) in states.iter().zip(values.chunks_exact(hidden)) {
+                got[chunk].states(values);
+            }
+        }
+        for rows in rows.chunks(HEAD_ROWS) {
+            let from: Vec<u32> = rows.iter().map(|r| r.row).collect();
+            self.forward.head(&from)?;
+            let asks: Vec<Ask> =
+                rows.iter().enumerate().filter_map(|(i, r)| r.ask(&plan.chunks[r.chunk], i, vocab)).collect();
+            let found = if asks.is_empty() { vec![] } else { self.forward.choose(&asks)? };
+            let mut chosen = asks.iter().zip(found).peekable();
+            for (i, wanted) in rows.iter().enumerate() {
+                let chunk = &plan.chunks[wanted.chunk];
+                let got = &mut got[wanted.chunk];
+                let plain = |token| Sampled { token, logprob: None, top: vec![] };
+                if let Some((ask, found)) = chosen.next_if(|(ask, _)| ask.row == i) {
+                    let token = match choose::chosen(found, vocab) {
+                        Ok(Chosen::Token(token)) => Ok(token),
+                        Ok(Chosen::Host) => finish(&mut self.forward.logits(i)?, ask.params, ask.position),
+                        Err(error) => Err(error),
+                    };
+                    got.token(token.map(plain));
+                    continue;
+                }
+                let mut logits = self.forward.logits(i)?;
+                match &chunk.output {
+                    Output::Logits { .. } => got.states(&logits),
+                    _ => got.token(wanted.choose(chunk, &mut logits)),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A row of the head.
+struct Wanted {
+    chunk: usize,
+    /// Index in the chunk.
+    token: usize,
+    /// Index in the pass.
+    row: u32,
+}
+
+impl Wanted {
+    /// Position of the token that follows: the length of its history.
+    fn position(&self, chunk: &Chunk) -> u64 {
+        (chunk.start + self.token + 1) as u64
+    }
+
+    /// What to ask of the device about row `row` of the logits, if it can choose the token.
+    fn ask<'a>(&self, chunk: &'a Chunk, row: usize, vocab: usize) -> Option<Ask<'a>> {
+        match &chunk.output {
+            Output::Tokens { params, history, prompt_len, logprobs: None, allowed: None, .. }
+                if Choose::serves(params, vocab) =>
+            {
+                let position = self.position(chunk);
+                let history = History { tokens: &history[..position as usize], prompt_len: *prompt_len };
+                Some(Ask { row, params, history, position })
+            }
+            _ => None,
+        }
+    }
+
+    fn choose(&self, chunk: &Chunk, logits: &mut [f32]) -> Result<Sampled, SampleError> {
+        let Output::Tokens { from, params, history, prompt_len, logprobs, allowed } = &chunk.output else {
+            unreachable!("the caller matched it")
+        };
+        let position = self.position(chunk);
+        let history = History { tokens: &history[..position as usize], prompt_len: *prompt_len };
+        let words = logits.len().div_ceil(32);
+        let i = self.token - from;
+        let allowed = allowed.map(|a| &a[i * words..(i + 1) * words]);
+        sample_allowed(logits, params, history, position, *logprobs, allowed)
+    }
+}
+
+/// What a chunk got so far.
+enum Got {
+    None,
+    Tokens(Result<Vec<Sampled>, SampleError>),
+    Logits(Vec<f32>),
+    Hidden(Vec<f32>),
+}
+
+impl Got {
+    fn new(output: &Output) -> Got {
+        match output {
+            Output::None => Got::None,
+            Output::Tokens { .. } => Got::Tokens(Ok(vec![])),
+            Output::Logits { .. } => Got::Logits(vec![]),
+            Output::Hidden { .. } => Got::Hidden(vec![]),
+        }
+    }
+
+    fn token(&mut self, token: Result<Sampled, SampleError>) {
+        if let Got::Tokens(all) = self {
+            match (all.as_mut(), token) {
+                (Ok(tokens), Ok(token)) => tokens.push(token),
+                (Ok(_), Err(error)) => *all = Err(error),
+                // The first error is the one to report.
+                (Err(_), _) => {}
+            }
+        }
+    }
+
+    fn states(&mut self, values: &[f32]) {
+        if let Got::Logits(all) | Got::Hidden(all) = self {
+            all.extend_from_slice(values);
+        }
+    }
+
+    fn done(self) -> ChunkOutput {
+        match self {
+            Got::None => ChunkOutput::None,
+            Got::Tokens(tokens) => ChunkOutput::Tokens(tokens),
+            Got::Logits(logits) => ChunkOutput::Logits(logits),
+            Got::Hidden(states) => ChunkOutput::Hidden(states),
+        }
+    }
+}
+
+/// Tokens of a chunk that are computed in one pass.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Part {
+    pub chunk: usize,
+    pub tokens: Range<usize>,
+}
+
+/// Cuts a plan into passes of at most `rows` rows, in order.
+fn passes(plan: &Plan, rows: usize) -> Vec<Vec<Part>> {
+    let mut all: Vec<Vec<Part>> = vec![];
+    let mut left = 0;
+    for (chunk, c) in plan.chunks.iter().enumerate() {
+        let mut at = 0;
+        while at < c.tokens.len() {
+            if left == 0 {
+                all.push(vec![]);
+                left = rows;
+            }
+            let count = left.min(c.tokens.len() - at);
+            all.last_mut().expect("pushed above").push(Part { chunk, tokens: at..at + count });
+            (at, left) = (at + count, left - count);
+        }
+    }
+    all
+}
+
+impl Executor for CudaExecutor {
+    fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
+        check(plan, self.forward.spec(), self.blocks())?;
+        let outputs = self.step(plan)?;
+        self.next += 1;
+        self.ready.insert(self.next, outputs);
+        Ok(Ticket::new(self.next))
+    }
+
+    fn collect(&mut self, ticket: Ticket) -> Result<Vec<ChunkOutput>, ExecError> {
+        self.ready.remove(&ticket.number()).ok_or(ExecError::Ticket(ticket.number()))
+    }
+
+    fn blocks(&self) -> usize {
+        self.forward.kv().blocks()
+    }
+
+    fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
+        Ok(self.forward.kv_mut().copy_block(from, to)?)
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.forward.kv().bytes_of_block()
+    }
+
+    fn read_block(&mut self, block: u32, to: &mut [u8]) -> Result<(), ExecError> {
+        Ok(self.forward.kv_mut().read_block(block, to)?)
+    }
+
+    fn write_block(&mut self, block: u32, from: &[u8]) -> Result<(), ExecError> {
+        Ok(self.forward.kv_mut().write_block(block, from)?)
+    }
+
+    fn describe(&self) -> String {
+        let acts = match self.forward.form() {
+            Form::F16 => "f16",
+            Form::F32 => "f32",
+        };
+        let kv = match self.forward.kv().kind() {
+            KvType::F16 => "f16",
+            KvType::F32 => "f32",
+            KvType::Int8 => "int8",
+        };
+        let info = self.device().info();
+        format!("{acts} activations, {kv} KV, cuda:{} {}", info.ordinal, info.name.replace(',', " "))
+    }
+}
+
+fn kv_layers(spec: &ModelSpec) -> Vec<KvLayer> {
+    let layer = |attn: &Attn| {
+        let Attn::Gqa { kv_heads, head_dim, .. } = *attn;
+        KvLayer { kv_heads, head_dim }
+    };
+    spec.layers.iter().map(|l| layer(&l.attn)).collect()
+}
+
+/// Widest row of queries, keys and values of a layer.
+pub(super) fn widths(attn: &Attn) -> (usize, usize) {
+    let Attn::Gqa { heads, kv_heads, head_dim, .. } = *attn;
+    (heads * head_dim, kv_heads * head_dim)
+}
+
+/// Blocks of a chunk that hold a token below `end`.
+pub(super) fn table<'a>(chunk: &Chunk<'a>, end: usize) -> &'a [u32] {
+    &chunk.blocks[..end.div_ceil(BLOCK)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plans_are_cut_anywhere() {
+        let tokens = [0u32; 100];
+        let chunk = |n: usize| Chunk { tokens: &tokens[..n], start: 0, blocks: &[], output: Output::None };
+        let plan = Plan { chunks: vec![chunk(5), chunk(1), chunk(20), chunk(6)] };
+        for rows in 1..40 {
+            let passes = passes(&plan, rows);
+            let sizes: Vec<usize> = passes.iter().map(|p| p.iter().map(|p| p.tokens.len()).sum()).collect();
+            assert!(sizes[..sizes.len() - 1].iter().all(|&s| s == rows) && sizes.iter().sum::<usize>() == 32, "{rows}");
+            for (i, c) in plan.chunks.iter().enumerate() {
+                let parts = passes.iter().flatten().filter(|p| p.chunk == i);
+                let end = parts.fold(0, |at, part| {
+                    assert_eq!(part.tokens.start, at);
+                    part.tokens.end
+                });
+                assert_eq!(end, c.tokens.len());
+            }
+        }
+        assert!(passes(&Plan::default(), 7).is_empty());
+    }
+}

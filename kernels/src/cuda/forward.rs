@@ -1,0 +1,398 @@
+//! One pass of a decoder on the device: embedding, layers, head.
+//!
+//! What differs from pass to pass (tokens, positions, places in the cache, angles) goes up in one copy; everything after
+//! it is launches on one stream, in an order and with shapes that depend on the number of rows and on how many splits
+//! attention needs. A pass of single tokens is recorded once per such shape and replayed as a graph.
+
+use std::{collections::HashMap, sync::Arc};
+
+use quern_models::{
+    ModelFile, ModelSpec,
+    spec::{Attn, Mlp},
+};
+
+use super::{
+    Buffer, CudaError, Device, DevicePtr, Graph, Pinned,
+    acts::{Acts, Form},
+    attend::{Attend, Params},
+    batch::{self, Batch, Cut, Shape},
+    choose::{Ask, Choose},
+    exec::{HEAD_ROWS, Part, table, widths},
+    kv::KvPool,
+    linear::{Linear, Output},
+    model::{Input, Model},
+    ops::{Ops, RopeAppend},
+    weight::Weight,
+};
+use crate::{
+    exec::{Angles, Plan},
+    sample::Need,
+};
+
+/// A model on its device, its cache and the buffers of a pass.
+pub(super) struct Forward {
+    device: Arc<Device>,
+    file: Arc<ModelFile>,
+    model: Model,
+    kv: KvPool,
+    form: Form,
+    linear: Linear,
+    ops: Ops,
+    attend: Attend,
+    choose: Choose,
+    bufs: Buffers,
+    rows: usize,
+    /// Recorded passes of single tokens, by their number and how attention's work is cut.
+    graphs: HashMap<(usize, Cut), Graph>,
+}
+
+/// Most recorded passes; beyond it all are forgotten.
+const MOST_GRAPHS: usize = 64;
+
+/// Partial sums of a row, at most: a layer is cut only while it has fewer panels of 64 than 7/8 of the multiprocessors.
+const MOST_PARTIALS: usize = 2 * 64 * 7 / 8 * 256;
+
+/// Buffers of a pass. `m` rows.
+struct Buffers {
+    /// Tokens and positions: `[2][rows]`, then the rows of the head.
+    numbers: Buffer<u32>,
+    numbers_host: Pinned<u32>,
+    /// Cosines, then sines, of each distinct rope: `[rows][head_dim / 2]`.
+    angles: Buffer<f32>,
+    angles_host: Pinned<f32>,
+    batch: Batch,
+    /// Residual stream, `[m][hidden]`.
+    x: Buffer<f32>,
+    /// Queries, keys, values side by side, `[m][q + 2 kv]`.
+    qkv: Buffer<f32>,
+    /// Gate and up side by side, `[m][2 inner]`, or up.
+    up: Buffer<f32>,
+    /// Inputs of q, k, v, gate, up; of o; of down; of the head.
+    hidden: Acts,
+    attended: Acts,
+    inner: Acts,
+    last: Acts,
+    /// `[HEAD_ROWS][vocab]`.
+    logits: Buffer<f32>,
+    /// `[HEAD_ROWS][hidden]`.
+    states: Buffer<f32>,
+    /// `[HEAD_ROWS][4]`.
+    best: Buffer<u32>,
+}
+
+/// Sizes of the buffers.
+struct Sizes {
+    qkv: usize,
+    up: usize,
+    angles: usize,
+    widths: [usize; 3],
+}
+
+impl Sizes {
+    fn of(file: &ModelFile, rows: usize, widths: [usize; 3], angles: usize) -> Sizes {
+        let spec = file.spec();
+        let row = |attn: &Attn| {
+            let (q, kv) = self::widths(attn);
+            q + 2 * kv
+        };
+        let up = |mlp: &Mlp| match *mlp {
+            Mlp::Gated { inner, .. } => 2 * inner,
+            Mlp::Plain { inner, .. } => inner,
+        };
+        Sizes {
+            qkv: rows * spec.layers.iter().map(|l| row(&l.attn)).max().unwrap_or(0),
+            up: rows * spec.layers.iter().map(|l| up(&l.mlp)).max().unwrap_or(0),
+            angles: rows * angles,
+            widths,
+        }
+    }
+}
+
+impl Forward {
+    pub fn new(
+        device: Arc<Device>,
+        file: Arc<ModelFile>,
+        model: Model,
+        kv: KvPool,
+        form: Form,
+        rows: usize,
+    ) -> Result<Forward, CudaError> {
+        let spec = file.spec();
+        let both = |a: &Angles| 2 * a.pairs();
+        let sizes = Sizes::of(&file, rows, model.widths(), model.angles.iter().map(both).sum());
+        let [hidden, attended, inner] = sizes.widths;
+        let what = "buffers of a step";
+        let new = |len: usize| Buffer::<f32>::new(&device, what, len);
+        let bufs = Buffers {
+            numbers: Buffer::new(&device, what, 2 * rows + HEAD_ROWS)?,
+            numbers_host: Pinned::new(&device, 2 * rows + HEAD_ROWS)?,
+            angles: new(sizes.angles)?,
+            angles_host: Pinned::new(&device, sizes.angles)?,
+            batch: Batch::new(&device, &shapes(spec), rows)?,
+            x: new(rows * spec.hidden)?,
+            qkv: new(sizes.qkv)?,
+            up: new(sizes.up)?,
+            hidden: Acts::new(&device, form, rows, hidden)?,
+            attended: Acts::new(&device, form, rows, attended)?,
+            inner: Acts::new(&device, form, rows, inner)?,
+            last: Acts::new(&device, form, HEAD_ROWS, hidden)?,
+            logits: new(HEAD_ROWS * spec.vocab)?,
+            states: new(HEAD_ROWS * spec.hidden)?,
+            best: Buffer::new(&device, what, 4 * HEAD_ROWS)?,
+        };
+        let mut linear = Linear::new(&device)?;
+        let layers = model.layers.iter().flat_map(|l| {
+            let up: Vec<&Weight> = l.gate.iter().chain([&l.up]).collect();
+            [l.qkv.iter().collect(), vec![&l.o], up, vec![&l.down]]
+        });
+        for group in layers.collect::<Vec<_>>() {
+            linear.reserve(&group, rows)?;
+        }
+        linear.reserve(&[model.head.as_ref().unwrap_or(&model.embed)], HEAD_ROWS)?;
+        Ok(Forward {
+            linear,
+            ops: Ops::new(&device)?,
+            attend: Attend::new(&device)?,
+            choose: Choose::new(&device, HEAD_ROWS, spec.vocab)?,
+            device,
+            file,
+            model,
+            kv,
+            form,
+            bufs,
+            rows,
+            graphs: HashMap::new(),
+        })
+    }
+
+    /// Bytes of the buffers that [`Forward::new`] allocates, and of those that uploading needs for a while, from above.
+    pub fn scratch(file: &ModelFile, form: Form, rows: usize) -> usize {
+        let spec = file.spec();
+        let wide = |k: usize| k.next_multiple_of(256);
+        let q = spec.layers.iter().map(|l| self::widths(&l.attn).0).max().unwrap_or(0);
+        let inner = spec.layers.iter().map(|l| l.mlp.inner()).max().unwrap_or(0);
+        let half = spec.layers.iter().map(|l| {
+            let Attn::Gqa { head_dim, .. } = l.attn;
+            head_dim
+        });
+        let widths = [wide(spec.hidden), wide(q), wide(inner)];
+        let sizes = Sizes::of(file, rows, widths, half.max().unwrap_or(0));
+        let floats = sizes.qkv + sizes.up + sizes.angles + rows * spec.hidden + HEAD_ROWS * (spec.vocab + spec.hidden);
+        let acts: usize = widths.iter().map(|&w| Acts::bytes(form, rows, w)).sum();
+        // Partial sums, of a device with as many multiprocessors as any has; floats that are converted on their way up.
+        let fixed = 4 * (rows * MOST_PARTIALS + 4 * rows + HEAD_ROWS) + (48 << 20);
+        4 * floats + acts + Acts::bytes(form, HEAD_ROWS, widths[0]) + Batch::bytes(&shapes(spec), rows) + fixed
+    }
+
+    pub fn spec(&self) -> &ModelSpec {
+        self.file.spec()
+    }
+
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    pub fn kv(&self) -> &KvPool {
+        &self.kv
+    }
+
+    pub fn kv_mut(&mut self) -> &mut KvPool {
+        &mut self.kv
+    }
+
+    pub fn form(&self) -> Form {
+        self.form
+    }
+
+    /// Rows of the largest pass.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Runs the rows of a pass through all layers; they stay in the residual stream.
+    pub fn layers(&mut self, plan: &Plan, pass: &[Part]) -> Result<(), CudaError> {
+        let m = self.upload(plan, pass)?;
+        if pass.iter().any(|part| part.tokens.len() > 1) {
+            return self.launch(m);
+        }
+        if let Some(graph) = self.graphs.get(&(m, self.bufs.batch.cut())) {
+            // SAFETY: the buffers it was recorded with live as long as `self`, and never move.
+            return unsafe { graph.launch() };
+        }
+        let device = self.device.clone();
+        let graph = device.capture(|| self.launch(m))?;
+        // SAFETY: as above.
+        unsafe { graph.launch()? };
+        if self.graphs.len() >= MOST_GRAPHS {
+            self.graphs.clear();
+        }
+        self.graphs.insert((m, self.bufs.batch.cut()), graph);
+        Ok(())
+    }
+
+    /// Sends what the pass is to the device; returns its rows.
+    fn upload(&mut self, plan: &Plan, pass: &[Part]) -> Result<usize, CudaError> {
+        // The pinned copies of the last pass may still be on their way.
+        self.device.synchronize()?;
+        let rows = self.rows;
+        let mut m = 0;
+        let mut positions = vec![];
+        let mut chunks = vec![];
+        for part in pass {
+            let chunk = &plan.chunks[part.chunk];
+            let (start, end) = (chunk.start + part.tokens.start, chunk.start + part.tokens.end);
+            chunks.push(batch::Chunk { rows: part.tokens.len(), start, blocks: table(chunk, end) });
+            for (position, &token) in (start..end).zip(&chunk.tokens[part.tokens.clone()]) {
+                let numbers = &mut self.bufs.numbers_host;
+                (numbers[m], numbers[rows + m]) = (token, position as u32);
+                positions.push(position);
+                m += 1;
+            }
+        }
+        // SAFETY: the pinned memory is next changed after the synchronisation at the top.
+        unsafe { self.bufs.numbers.write_async(0, &self.bufs.numbers_host, 2 * rows)? };
+        let mut at = 0;
+        for angles in &mut self.model.angles {
+            angles.turn_to(positions.iter().copied());
+            let (cos, sin) = angles.all();
+            let room = rows * angles.pairs();
+            self.bufs.angles_host[at..at + cos.len()].copy_from_slice(cos);
+            self.bufs.angles_host[at + room..at + room + sin.len()].copy_from_slice(sin);
+            at += 2 * room;
+        }
+        // SAFETY: as above.
+        unsafe { self.bufs.angles.write_async(0, &self.bufs.angles_host, at)? };
+        if self.bufs.batch.set(&chunks, m)? {
+            self.graphs.clear();
+        }
+        Ok(m)
+    }
+
+    /// All launches of the layers, for `m` rows.
+    fn launch(&mut self, m: usize) -> Result<(), CudaError> {
+        let Forward { model, kv, linear, ops, attend, bufs, rows, file, .. } = self;
+        let (spec, rows) = (file.spec(), *rows);
+        let hidden = spec.hidden;
+        let (tokens, positions) = (bufs.numbers.at(0), bufs.numbers.at(rows));
+        let table = model.positions.as_ref().map(|w| (w, positions));
+        linear.embed(&model.embed, tokens, table, bufs.x.ptr(), m)?;
+        let residual = |bias: &Option<Buffer<f32>>| Output::Add {
+            to: bufs.x.ptr(),
+            stride: hidden,
+            bias: bias.as_ref().map(Buffer::ptr),
+        };
+        let mut ropes = vec![];
+        let mut at = 0;
+        for angles in &model.angles {
+            let room = rows * angles.pairs();
+            ropes.push((bufs.angles.at(at), bufs.angles.at(at + room)));
+            at += 2 * room;
+        }
+        for (i, (layer, shape)) in model.layers.iter().zip(&spec.layers).enumerate() {
+            let Attn::Gqa { heads, scale, window, .. } = shape.attn;
+            let (q, kv_width) = widths(&shape.attn);
+            let stride = q + 2 * kv_width;
+            let qkv = bufs.qkv.ptr();
+            norm(ops, &layer.attn_in, bufs.x.ptr(), None, &bufs.hidden, hidden, m)?;
+            let bias = layer.qkv_bias.as_ref().map(Buffer::ptr);
+            let [wq, wk, wv] = &layer.qkv;
+            linear.run(&[wq, wk, wv], &bufs.hidden, m, Output::Store { to: qkv, stride, bias })?;
+            let norms = layer.qk_norm.as_ref().map(|(q, k, eps)| (q.ptr(), k.ptr(), *eps));
+            let what = RopeAppend { rope: layer.rope.map(|i| ropes[i]), norms, places: bufs.batch.places(), heads };
+            ops.rope_append(qkv, &what, kv, i, m)?;
+            let params = Params { layer: i, heads, scale, window };
+            let order = layer.o_order.as_ref().map(Buffer::ptr);
+            attend.run(ops, qkv, kv, &params, &bufs.batch, order, &bufs.attended, m)?;
+            linear.run(&[&layer.o], &bufs.attended, m, residual(&layer.o_bias))?;
+            norm(ops, &layer.mlp_in, bufs.x.ptr(), None, &bufs.hidden, hidden, m)?;
+            let inner = shape.mlp.inner();
+            let bias = layer.up_bias.as_ref().map(Buffer::ptr);
+            let to = bufs.up.ptr();
+            match &layer.gate {
+                Some(gate) => {
+                    let out = Output::Store { to, stride: 2 * inner, bias };
+                    linear.run(&[gate, &layer.up], &bufs.hidden, m, out)?;
+                }
+                None => linear.run(&[&layer.up], &bufs.hidden, m, Output::Store { to, stride: inner, bias })?,
+            }
+            ops.act(to, layer.act, layer.gate.is_some(), inner, &bufs.inner, m)?;
+            linear.run(&[&layer.down], &bufs.inner, m, residual(&layer.down_bias))?;
+        }
+        Ok(())
+    }
+
+    /// Final norm of some rows of the pass, `[rows][hidden]`.
+    pub fn normed(&mut self, rows: &[u32]) -> Result<Vec<f32>, CudaError> {
+        let from = self.wanted(rows)?;
+        let hidden = self.spec().hidden;
+        let (norm, to) = (self.model.norm.norm(), self.bufs.states.ptr());
+        self.ops.normed(self.bufs.x.ptr(), Some(from), &norm, hidden, to, rows.len())?;
+        let mut values = vec![0.0; rows.len() * hidden];
+        self.bufs.states.read(0, &mut values)?;
+        Ok(values)
+    }
+
+    /// Logits of some rows of the pass, at most [`HEAD_ROWS`]; they stay on the device until the next call.
+    pub fn head(&mut self, rows: &[u32]) -> Result<(), CudaError> {
+        let from = self.wanted(rows)?;
+        let (vocab, hidden, m) = (self.spec().vocab, self.spec().hidden, rows.len());
+        norm(&self.ops, &self.model.norm, self.bufs.x.ptr(), Some(from), &self.bufs.last, hidden, m)?;
+        let head = self.model.head.as_ref().unwrap_or(&self.model.embed);
+        let to = self.bufs.logits.ptr();
+        self.linear.run(&[head], &self.bufs.last, m, Output::Store { to, stride: vocab, bias: None })
+    }
+
+    /// Tokens of rows of the last call of [`Forward::head`], as [`choose::chosen`](super::choose::chosen) understands
+    /// them. A row that was asked for has its penalties and biases from then on.
+    pub fn choose(&mut self, asks: &[Ask]) -> Result<Vec<[u32; 4]>, CudaError> {
+        let (logits, to) = (self.bufs.logits.ptr(), self.bufs.best.ptr());
+        let vocab = self.spec().vocab;
+        let plain =
+            |(i, ask): (usize, &Ask)| ask.row == i && Need::of(ask.params, vocab, ask.position, None) == Need::Best;
+        if asks.iter().enumerate().all(plain) {
+            self.choose.best(logits, asks.len(), to)?;
+        } else {
+            self.choose.sample(logits, asks, to)?;
+        }
+        let mut found = vec![0; 4 * asks.len()];
+        self.bufs.best.read(0, &mut found)?;
+        Ok(found.as_chunks::<4>().0.to_vec())
+    }
+
+    /// Logits of the `i`-th row of the last call of [`Forward::head`].
+    pub fn logits(&mut self, i: usize) -> Result<Vec<f32>, CudaError> {
+        let vocab = self.spec().vocab;
+        let mut logits = vec![0.0; vocab];
+        self.bufs.logits.read(i * vocab, &mut logits)?;
+        Ok(logits)
+    }
+
+    /// Sends row numbers to the device.
+    fn wanted(&mut self, rows: &[u32]) -> Result<DevicePtr, CudaError> {
+        let at = 2 * self.rows;
+        self.bufs.numbers.write(at, rows)?;
+        Ok(self.bufs.numbers.at(at))
+    }
+}
+
+fn norm(
+    ops: &Ops,
+    input: &Input,
+    x: DevicePtr,
+    rows: Option<DevicePtr>,
+    to: &Acts,
+    hidden: usize,
+    m: usize,
+) -> Result<(), CudaError> {
+    let order = input.order.as_ref().map(Buffer::ptr);
+    ops.norm(x, rows, &input.norm(), order, hidden, to, m)
+}
+
+/// What attention of each layer looks like.
+fn shapes(spec: &ModelSpec) -> Vec<Shape> {
+    let shape = |attn: &Attn| {
+        let Attn::Gqa { heads, kv_heads, head_dim, window, .. } = *attn;
+        Shape { heads, kv_heads, head_dim, window }
+    };
+    spec.layers.iter().map(|l| shape(&l.attn)).collect()
+}

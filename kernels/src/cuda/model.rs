@@ -1,0 +1,193 @@
+//! A model's weights on the device.
+
+use std::sync::Arc;
+
+use quern_models::{
+    ModelFile,
+    spec::{Act, Attn, Layer, Mlp, Norm},
+};
+
+use super::{
+    Buffer, CudaError, Device, Upload,
+    acts::Form,
+    ops::{self, NormKind},
+    weight::Weight,
+};
+use crate::exec::Angles;
+
+/// Everything a step reads besides the cache.
+pub(super) struct Model {
+    pub layers: Vec<LayerWeights>,
+    pub embed: Weight,
+    pub positions: Option<Weight>,
+    pub norm: Input,
+    /// `None`: the embedding is the head.
+    pub head: Option<Weight>,
+    /// Distinct ropes; host only.
+    pub angles: Vec<Angles>,
+}
+
+/// A norm and the order in which the linear layers behind it take its columns.
+pub(super) struct Input {
+    pub norm: Norm,
+    /// `[hidden]`.
+    pub weight: Buffer<f32>,
+    /// `[hidden]`.
+    pub bias: Option<Buffer<f32>>,
+    /// `[hidden]`.
+    pub order: Option<Buffer<u32>>,
+}
+
+impl Input {
+    /// The norm as kernels take it.
+    pub fn norm(&self) -> ops::Norm {
+        ops::Norm {
+            kind: if self.norm.biased() { NormKind::Layer } else { NormKind::Rms },
+            eps: self.norm.eps(),
+            weight: self.weight.ptr(),
+            bias: self.bias.as_ref().map(Buffer::ptr),
+        }
+    }
+}
+
+/// One layer.
+pub(super) struct LayerWeights {
+    pub attn_in: Input,
+    pub qkv: [Weight; 3],
+    /// `[q + 2 kv]`.
+    pub qkv_bias: Option<Buffer<f32>>,
+    /// Weights of the norms of q's and k's heads, `[head_dim]` each, and eps.
+    pub qk_norm: Option<(Buffer<f32>, Buffer<f32>, f32)>,
+    /// Index of the [`Angles`].
+    pub rope: Option<usize>,
+    /// `[q]`.
+    pub o_order: Option<Buffer<u32>>,
+    pub o: Weight,
+    pub o_bias: Option<Buffer<f32>>,
+    pub mlp_in: Input,
+    pub gate: Option<Weight>,
+    pub up: Weight,
+    /// `[inner]` or, gate's first, `[2 inner]`.
+    pub up_bias: Option<Buffer<f32>>,
+    pub act: Act,
+    pub down: Weight,
+    pub down_bias: Option<Buffer<f32>>,
+}
+
+impl Model {
+    /// Bytes on the device, before anything is uploaded.
+    pub fn bytes(file: &ModelFile, form: Form) -> usize {
+        let tensors = (0..file.tensors().len()).map(|i| file.view(i));
+        tensors.map(|view| if view.n == 1 { 4 * view.k } else { Weight::bytes(&view, form) }).sum()
+    }
+
+    /// Uploads everything, in the order of the file's layers.
+    pub fn upload(file: &Arc<ModelFile>, form: Form, up: &mut Upload) -> Result<Model, CudaError> {
+        let spec = file.spec();
+        let mut load = Load { file, form, up };
+        let embed = load.matrix("embed")?;
+        let positions = spec.positions.map(|_| load.matrix("positions")).transpose()?;
+        let mut angles = vec![];
+        let layers = spec.layers.iter().enumerate().map(|(i, layer)| load.layer(i, layer, &mut angles));
+        let layers = layers.collect::<Result<_, _>>()?;
+        let norm = load.input("norm", &spec.norm, spec.head_order.then(|| "head_order".into()))?;
+        let head = (!spec.tied_head).then(|| load.matrix("head")).transpose()?;
+        Ok(Model { layers, embed, positions, norm, head, angles })
+    }
+
+    /// The largest padded width of all linear inputs that are as wide as the residual stream, as attention's output,
+    /// and as the MLP's inside.
+    pub fn widths(&self) -> [usize; 3] {
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        let hidden = self.layers.iter().flat_map(|l| l.qkv.iter().chain(&l.gate).chain([&l.up])).chain([head]);
+        [
+            hidden.map(|w| w.k_pad).max().unwrap_or(0),
+            self.layers.iter().map(|l| l.o.k_pad).max().unwrap_or(0),
+            self.layers.iter().map(|l| l.down.k_pad).max().unwrap_or(0),
+        ]
+    }
+}
+
+/// On the way up.
+struct Load<'a> {
+    file: &'a Arc<ModelFile>,
+    form: Form,
+    up: &'a mut Upload,
+}
+
+impl Load<'_> {
+    fn index(&self, name: &str) -> usize {
+        self.file.index(name).expect("ModelFile::open checked every tensor of the spec")
+    }
+
+    fn matrix(&mut self, name: &str) -> Result<Weight, CudaError> {
+        Weight::upload(self.up, &self.file.view(self.index(name)), self.form)
+    }
+
+    fn values(&self, name: &str) -> Vec<f32> {
+        let view = self.file.view(self.index(name));
+        (0..view.k).map(|i| view.at(0, i)).collect()
+    }
+
+    fn device(&self) -> Arc<Device> {
+        self.up.device().clone()
+    }
+
+    fn vector(&mut self, name: &str) -> Result<Buffer<f32>, CudaError> {
+        Buffer::of(&self.device(), "a vector of the model", &self.values(name))
+    }
+
+    /// Vectors side by side; none where they are not there.
+    fn vectors(&mut self, there: bool, names: &[String]) -> Result<Option<Buffer<f32>>, CudaError> {
+        let all = || names.iter().flat_map(|n| self.values(n)).collect::<Vec<_>>();
+        there.then(|| Buffer::of(&self.device(), "a vector of the model", &all())).transpose()
+    }
+
+    fn order(&mut self, name: Option<String>) -> Result<Option<Buffer<u32>>, CudaError> {
+        let columns = |name: String| {
+            let view = self.file.view(self.index(&name));
+            (0..view.k).map(|i| view.order(i)).collect::<Vec<u32>>()
+        };
+        name.map(|n| Buffer::of(&self.device(), "an order of columns", &columns(n))).transpose()
+    }
+
+    fn input(&mut self, name: &str, norm: &Norm, order: Option<String>) -> Result<Input, CudaError> {
+        Ok(Input {
+            norm: norm.clone(),
+            weight: self.vector(name)?,
+            bias: self.vectors(norm.biased(), &[format!("{name}_bias")])?,
+            order: self.order(order)?,
+        })
+    }
+
+    fn layer(&mut self, i: usize, layer: &Layer, angles: &mut Vec<Angles>) -> Result<LayerWeights, CudaError> {
+        let name = |name: &str| format!("layers.{i}.{name}");
+        let Attn::Gqa { head_dim, ref rope, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } = layer.attn;
+        let (gated, act, bias, mlp_order) = match layer.mlp {
+            Mlp::Gated { act, bias, mlp_order, .. } => (true, act, bias, mlp_order),
+            Mlp::Plain { act, bias, mlp_order, .. } => (false, act, bias, mlp_order),
+        };
+        let up_bias = if gated { &["gate_bias", "up_bias"][..] } else { &["up_bias"] };
+        let order = |there: bool, tensor: &str| there.then(|| name(tensor));
+        Ok(LayerWeights {
+            attn_in: self.input(&name("attn_norm"), &layer.attn_norm, order(attn_order, "attn_order"))?,
+            qkv: [self.matrix(&name("q"))?, self.matrix(&name("k"))?, self.matrix(&name("v"))?],
+            qkv_bias: self.vectors(qkv_bias, &["q_bias", "k_bias", "v_bias"].map(name))?,
+            qk_norm: match qk_norm {
+                Some(norm) => Some((self.vector(&name("q_norm"))?, self.vector(&name("k_norm"))?, norm.eps())),
+                None => None,
+            },
+            rope: rope.as_ref().map(|rope| Angles::of(angles, rope, head_dim)),
+            o_order: self.order(order(o_order, "o_order"))?,
+            o: self.matrix(&name("o"))?,
+            o_bias: self.vectors(o_bias, &[name("o_bias")])?,
+            mlp_in: self.input(&name("mlp_norm"), &layer.mlp_norm, order(mlp_order, "mlp_order"))?,
+            gate: gated.then(|| self.matrix(&name("gate"))).transpose()?,
+            up: self.matrix(&name("up"))?,
+            up_bias: self.vectors(bias, &up_bias.iter().map(|b| name(b)).collect::<Vec<_>>())?,
+            act,
+            down: self.matrix(&name("down"))?,
+            down_bias: self.vectors(bias, &[name("down_bias")])?,
+        })
+    }
+}

@@ -1,0 +1,54 @@
+//! Plans are checked before a device uses them: a wrong one would write where it must not.
+
+use quern_models::ModelSpec;
+
+use super::{ExecError, NO_BLOCK, Output, Plan};
+use crate::cpu::kv::BLOCK;
+
+/// Refuses a plan that contradicts itself, the model, or the number of KV blocks.
+pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), ExecError> {
+    for (chunk, c) in plan.chunks.iter().enumerate() {
+        let bad = |what, expected: String, got: String| Err(ExecError::Plan { chunk, what, expected, got });
+        if c.tokens.is_empty() {
+            return bad("tokens", "at least 1".into(), "0".into());
+        }
+        if let Some(t) = c.tokens.iter().find(|&&t| t as usize >= spec.vocab) {
+            return bad("token", format!("below {}", spec.vocab), t.to_string());
+        }
+        if let Some(rows) = spec.positions.filter(|&rows| c.start + c.tokens.len() > rows) {
+            return bad("position", format!("below {rows}"), (c.start + c.tokens.len() - 1).to_string());
+        }
+        let needed = (c.start + c.tokens.len()).div_ceil(BLOCK);
+        if c.blocks.len() < needed {
+            return bad("blocks", format!("at least {needed}"), c.blocks.len().to_string());
+        }
+        let gone = super::passed(spec, c.start) / BLOCK;
+        let wrong = |(i, b): &(usize, &u32)| **b as usize >= blocks && !(**b == NO_BLOCK && *i < gone);
+        if let Some((_, b)) = c.blocks.iter().enumerate().find(wrong) {
+            return bad("block", format!("below {blocks}"), b.to_string());
+        }
+        if c.output.from(c.tokens.len()) > c.tokens.len() {
+            return bad("first output row", format!("at most {}", c.tokens.len()), c.output.from(0).to_string());
+        }
+        if let Output::Tokens { history, .. } = &c.output
+            && history.len() != c.start + c.tokens.len()
+        {
+            return bad("history", (c.start + c.tokens.len()).to_string(), history.len().to_string());
+        }
+        if let Output::Tokens { from, allowed: Some(allowed), .. } = &c.output
+            && allowed.len() != (c.tokens.len() - from) * spec.vocab.div_ceil(32)
+        {
+            let expected = (c.tokens.len() - from) * spec.vocab.div_ceil(32);
+            return bad("words of allowed tokens", expected.to_string(), allowed.len().to_string());
+        }
+        let own = &c.blocks[c.start / BLOCK..needed];
+        let shared = plan.chunks[..chunk].iter().any(|o| {
+            o.blocks[o.start / BLOCK..(o.start + o.tokens.len()).div_ceil(BLOCK)].iter().any(|b| own.contains(b))
+        });
+        let twice = own.iter().enumerate().any(|(i, b)| own[..i].contains(b));
+        if shared || twice {
+            return bad("blocks written in this step", "each once".into(), format!("{own:?} used twice"));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,198 @@
+//! The CUDA executor on the virtual GPU: against the oracle, against itself in other company, and what it refuses.
+
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+
+use quern_kernels::{
+    cpu::kv::KvType,
+    cuda::{CudaExecutor, CudaOptions, acts::Form},
+    exec::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan},
+    reference,
+    sample::{History, SampleError, SamplingParams, sample},
+};
+use quern_models::{FloatType, ModelFile, Scheme, ZeroKind};
+
+use crate::{
+    common::device,
+    support::{deviation, everything, int, made, model, plain, run, tokens},
+};
+
+fn executor(file: &Arc<ModelFile>, form: Form, kv: KvType, rows: usize) -> CudaExecutor {
+    let options = CudaOptions { ordinal: 0, blocks: 64, form, kv, rows };
+    CudaExecutor::new(file.clone(), options, Box::new(|_| {})).unwrap()
+}
+
+#[test]
+fn both_forms_equal_the_oracle() {
+    if device("both_forms_equal_the_oracle").is_none() {
+        return;
+    }
+    let f = Scheme::Float;
+    let cases = [
+        ("cu-f32", f(FloatType::F32), f(FloatType::F16), true),
+        ("cu-bf16", f(FloatType::BF16), f(FloatType::BF16), false),
+        ("cu-int4-sym", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true),
+        ("cu-int4-zero", int(4, 64, ZeroKind::Code), f(FloatType::F16), false),
+        ("cu-int4-min", int(4, 32, ZeroKind::Min), int(4, 32, ZeroKind::Min), true),
+        ("cu-int4-channel", int(4, 96, ZeroKind::Mid), int(8, 128, ZeroKind::Code), false),
+        ("cu-int8", int(8, 64, ZeroKind::Mid), int(8, 64, ZeroKind::Mid), true),
+    ];
+    let tokens = tokens(41);
+    for (name, linear, embed, tied) in cases {
+        let file = model(name, linear, embed, tied);
+        let want = reference::forward::logits(&file, &tokens);
+        let exact = run(&mut executor(&file, Form::F32, KvType::F32, 64), &tokens, &[41], 0);
+        let d = deviation(&exact, &want);
+        assert!(d < 2e-6, "{name}: exact mode is {d:.1e} of the range away");
+        let default = run(&mut executor(&file, Form::F16, KvType::F16, 64), &tokens, &[41], 0);
+        let d = deviation(&default, &want);
+        assert!(d < 4e-3, "{name}: default mode is {d:.1e} of the range away");
+        assert!(d > 1e-6, "{name}: default mode is exact ({d:.1e})");
+    }
+}
+
+#[test]
+fn every_mechanism_equals_the_oracle() {
+    if device("every_mechanism_equals_the_oracle").is_none() {
+        return;
+    }
+    let tokens = tokens(53);
+    let f32s = Scheme::Float(FloatType::F32);
+    for (name, linear, embed) in [("cu-all-f32", f32s, f32s), ("cu-all-int4", int(4, 32, ZeroKind::Code), f32s)] {
+        let file = made(name, linear, embed, everything());
+        let want = reference::forward::logits(&file, &tokens);
+        let exact = run(&mut executor(&file, Form::F32, KvType::F32, 64), &tokens, &[53], 0);
+        let d = deviation(&exact, &want);
+        assert!(d < 4e-6, "{name}: exact mode is {d:.1e} of the range away");
+        let default = run(&mut executor(&file, Form::F16, KvType::F16, 64), &tokens, &[53], 0);
+        let d = deviation(&default, &want);
+        assert!(d < 6e-3, "{name}: default mode is {d:.1e} of the range away");
+    }
+}
+
+/// Alone, chunked, in a batch, cut into small passes, as a replayed graph: the same bits.
+#[test]
+fn logits_do_not_depend_on_the_company() {
+    if device("logits_do_not_depend_on_the_company").is_none() {
+        return;
+    }
+    let tokens = tokens(37);
+    let (half, whole, bytes) = ((Form::F16, KvType::F16), (Form::F32, KvType::F32), (Form::F16, KvType::Int8));
+    for (name, scheme, spec, forms) in [
+        ("cu-inv4", int(4, 64, ZeroKind::Mid), plain(true), &[half][..]),
+        ("cu-inv8", int(8, 32, ZeroKind::Code), plain(true), &[half]),
+        ("cu-inv4-all", int(4, 32, ZeroKind::Min), everything(), &[half, bytes, whole]),
+        ("cu-invf-all", Scheme::Float(FloatType::F16), everything(), &[half]),
+    ] {
+        let file = made(name, scheme, int(8, 32, ZeroKind::Mid), spec);
+        for &(form, kv) in forms {
+            // One token at a time: every step but the first of a shape is a replayed graph.
+            let want = run(&mut executor(&file, form, kv, 64), &tokens, &[1], 0);
+            assert!(want.iter().all(|x| x.is_finite()), "{name}");
+            for (rows, sizes, others) in [(128, &[37][..], 3), (16, &[37], 0), (64, &[1], 5), (64, &[17, 7, 1], 1)] {
+                let got = run(&mut executor(&file, form, kv, rows), &tokens, sizes, others);
+                let same = got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(
+                    same,
+                    "{name} {form:?}: passes of {rows}, chunks {sizes:?}, {others} others: {:e}",
+                    deviation(&got, &want)
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_are_those_of_the_logits() {
+    if device("tokens_are_those_of_the_logits").is_none() {
+        return;
+    }
+    let file = model("cu-sample", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    let mut executor = executor(&file, Form::F16, KvType::F16, 64);
+    let tokens = tokens(20);
+    let logits = run(&mut executor, &tokens, &[20], 0);
+    let vocab = file.spec().vocab;
+    let greedy = SamplingParams::greedy();
+    let drawn = SamplingParams { temperature: 0.9, top_p: 0.95, seed: 7, ..SamplingParams::default() };
+    for (params, logprobs) in [(&greedy, None), (&greedy, Some(2)), (&drawn, None), (&drawn, Some(3))] {
+        let output = Output::Tokens { from: 0, params, history: &tokens, prompt_len: 20, logprobs, allowed: None };
+        let plan = Plan { chunks: vec![Chunk { tokens: &tokens, start: 0, blocks: &[1, 0], output }] };
+        let ticket = executor.submit(&plan).unwrap();
+        let Some(ChunkOutput::Tokens(Ok(got))) = executor.collect(ticket).unwrap().pop() else { panic!("no tokens") };
+        for (i, got) in got.iter().enumerate() {
+            let mut row = logits[i * vocab..(i + 1) * vocab].to_vec();
+            let history = History { tokens: &tokens[..i + 1], prompt_len: 20 };
+            let want = sample(&mut row, params, history, i as u64 + 1, logprobs).unwrap();
+            assert_eq!(*got, want, "row {i}, {params:?}");
+        }
+    }
+}
+
+#[test]
+fn a_damaged_model_is_an_error_of_its_row_alone() {
+    if device("a_damaged_model_is_an_error_of_its_row_alone").is_none() {
+        return;
+    }
+    let file = model("nan", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    let mut executor = executor(&file, Form::F16, KvType::F16, 8);
+    let params = SamplingParams::greedy();
+    let output =
+        Output::Tokens { from: 0, params: &params, history: &[5], prompt_len: 1, logprobs: None, allowed: None };
+    let ticket =
+        executor.submit(&Plan { chunks: vec![Chunk { tokens: &[5], start: 0, blocks: &[0], output }] }).unwrap();
+    match executor.collect(ticket).unwrap().pop() {
+        Some(ChunkOutput::Tokens(Err(SampleError::NothingToChoose { nans, .. }))) => {
+            assert_eq!(nans, file.spec().vocab);
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn blocks_can_be_copied_read_and_written() {
+    if device("blocks_can_be_copied_read_and_written").is_none() {
+        return;
+    }
+    let file = model("cu-blocks", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    let tokens = tokens(20);
+    for kv in [KvType::F16, KvType::F32, KvType::Int8] {
+        let mut executor = executor(&file, Form::F16, kv, 32);
+        let last = |executor: &mut CudaExecutor, start: usize, blocks: &[u32]| {
+            let output = Output::Logits { from: 0 };
+            let chunk = Chunk { tokens: &tokens[start..], start, blocks, output };
+            let ticket = executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
+            match executor.collect(ticket).unwrap().pop() {
+                Some(ChunkOutput::Logits(logits)) => logits[logits.len() - file.spec().vocab..].to_vec(),
+                other => panic!("{other:?}"),
+            }
+        };
+        let want = last(&mut executor, 0, &[3, 4]);
+        executor.copy_block(3, 7).unwrap();
+        let mut bytes = vec![0; executor.block_bytes()];
+        executor.read_block(3, &mut bytes).unwrap();
+        executor.write_block(9, &bytes).unwrap();
+        executor.write_block(3, &vec![0; bytes.len()]).unwrap();
+        assert_eq!(last(&mut executor, 16, &[7, 5]), want, "{kv:?}: a copied block");
+        assert_eq!(last(&mut executor, 16, &[9, 6]), want, "{kv:?}: a written block");
+        assert_ne!(last(&mut executor, 16, &[3, 6]), want, "{kv:?}: an emptied block");
+    }
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
+    if device("what_cannot_be_is_refused").is_none() {
+        return;
+    }
+    let file = model("cu-refused", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    let options = CudaOptions { ordinal: 9, blocks: 4, form: Form::F16, kv: KvType::F16, rows: 8 };
+    let error = CudaExecutor::new(file.clone(), options, Box::new(|_| {})).err().unwrap().to_string();
+    assert!(error.contains("there is no device cuda:9: expected a number below 1"), "{error}");
+    let options = CudaOptions { ordinal: 0, blocks: 1 << 40, ..options };
+    let error = CudaExecutor::new(file.clone(), options, Box::new(|_| {})).err().unwrap().to_string();
+    assert!(error.starts_with("the model needs ") && error.contains("use a smaller context"), "{error}");
+    let mut executor = executor(&file, Form::F16, KvType::F16, 8);
+    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[64], output: Output::None };
+    let error = executor.submit(&Plan { chunks: vec![chunk] }).unwrap_err();
+    assert!(matches!(error, ExecError::Plan { what: "block", .. }), "{error}");
+}

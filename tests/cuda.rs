@@ -1,0 +1,101 @@
+//! Whole models on the virtual GPU, through the driver's interface and with the PTX that is shipped.
+//!
+//! Logits of every fixture that the CPU passes, greedy tokens, and the same texts in every company.
+
+use std::path::Path;
+
+use crate::{
+    lossless::lossless,
+    support::{
+        Scratch, fixture,
+        golden::{Golden, distance, margin},
+        model::{self, Run, Sequence, kept},
+        program::{arg, quern_on_gpu},
+    },
+};
+
+/// Largest deviation of f16 activations and an f16 cache, as a share of the logit range.
+const DEFAULT_SHARE: f32 = 0.01;
+
+/// Every fixture: exact mode within the golden's bound, default mode within its share; greedy tokens where the golden's
+/// margin is more than four times the bound; one by one as at once, bit for bit.
+#[test]
+fn every_fixture_on_the_gpu() {
+    let gpu = quern_vgpu::load();
+    gpu.set("check", "fatal");
+    let mut seen = 0;
+    for folder in ["models", "gguf"] {
+        for entry in std::fs::read_dir(fixture(folder)).unwrap() {
+            let name = format!("{folder}/{}", entry.unwrap().file_name().to_string_lossy());
+            compare(&name, &fixture(&name));
+            seen += 1;
+        }
+    }
+    assert!(seen >= 30, "{seen} fixtures");
+    assert_eq!(gpu.reports(), Vec::<String>::new());
+}
+
+fn compare(name: &str, dir: &Path) {
+    let golden = Golden::read(dir);
+    let scratch = Scratch::new("cuda");
+    let gguf = dir.join("model.gguf");
+    let (_, file) = kept(if gguf.exists() { &gguf } else { dir }, &scratch);
+    let (prompt, logits) = (golden.ids("input_ids"), golden.weights_only());
+    // A virtual GPU is slow; the beginning tells as much.
+    let prompt = &prompt[..prompt.len().min(10)];
+    let want = &logits.data[..prompt.len() * logits.cols];
+    let range = logits.range();
+    let exact_bound = golden.exact_bound(range);
+    for (run, bound) in [(Run::GpuExact, exact_bound), (Run::GpuDefault, DEFAULT_SHARE * range)] {
+        let at_once = model::logits(&file, run, prompt);
+        let far = distance(&at_once, want);
+        println!("{name} {run:?}: {:.2e} of the range {range:.2}, bound {:.2e}", far / range, bound / range);
+        assert!(far <= bound, "{name} {run:?}: {far:e}, bound {bound:e}");
+        if run == Run::GpuExact {
+            continue;
+        }
+        let mut sequence = Sequence::new(&file, run, prompt.len());
+        let one_by_one: Vec<f32> = prompt.iter().flat_map(|&id| sequence.push(&[id])).collect();
+        let same = at_once.iter().zip(&one_by_one).all(|(a, b)| a.to_bits() == b.to_bits());
+        assert!(same, "{name} {run:?}: one by one is {:e} away", distance(&at_once, &one_by_one));
+    }
+    let (ids, steps) = (golden.ids("greedy_ids"), golden.floats("greedy_logits"));
+    if golden.rounds_activations() {
+        return;
+    }
+    let margins: Vec<f32> = steps.rows().map(margin).collect();
+    let decided = margins.iter().take(3).position(|&m| m <= 4.0 * exact_bound).unwrap_or(3.min(ids.len()));
+    let whole = golden.ids("input_ids");
+    let greedy = model::greedy(&file, Run::GpuExact, &[whole.to_vec()], decided).remove(0).tokens;
+    assert_eq!(greedy, ids[..decided], "{name}");
+}
+
+#[test]
+fn texts_do_not_depend_on_company_on_the_gpu() {
+    let gpu = quern_vgpu::load();
+    gpu.set("check", "fatal");
+    lossless("models/llama-gptq-w4-g64-asym", Run::GpuDefault, 4);
+    assert_eq!(gpu.reports(), Vec::<String>::new());
+}
+
+/// As a person would: the program, a device on the command line.
+#[test]
+fn the_program_answers_on_the_gpu() {
+    let scratch = Scratch::new("cuda-run");
+    kept(&fixture("models/smollm2-gptq-2layer"), &scratch);
+    let file = scratch.at("model.qrn");
+    let args = ["run", arg(&file), "-p", "The harbour", "-n", "6", "--temperature", "0", "--json", "--ctx", "64"];
+    let gpu: Vec<&str> = args.iter().copied().chain(["--device", "cuda"]).collect();
+    let answer = quern_on_gpu(&gpu, &[]).ok().json();
+    assert_eq!(answer["tokens"].as_array().unwrap().len(), 6);
+    let listed = quern_on_gpu(&["info", "--devices"], &[]).ok();
+    listed.prints(&["cuda:0", "compute capability"]);
+    // What goes wrong is one line and a status.
+    let fails = |env: &[(&str, &str)], what: &str| {
+        let ran = quern_on_gpu(&gpu, env);
+        ran.fails(&[what]);
+    };
+    fails(&[("VGPU_DRIVER_VERSION", "11080")], "speaks CUDA 11.8, the kernels need 12.0");
+    fails(&[("VGPU_CC", "7.5")], "compute capability 7.5, the kernels need 8.0");
+    fails(&[("VGPU_MEMORY", "1000000")], "the model needs");
+}
