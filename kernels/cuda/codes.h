@@ -95,7 +95,7 @@ template <int CODE>
 DEVICE int row_of(int g, int i, int half) {
     if (CODE == CODE_INT4 || CODE == CODE_E2M1) return g / 2 * 16 + g % 2 * 4 + i + half * 8;
     if (CODE == CODE_HALVES) return (i / 2 * 2 + half) * 16 + 2 * g + i % 2;
-    return 4 * g + i + half * 32;
+    return i / 2 * 32 + 4 * g + i % 2 * 2 + half;
 }
 
 // 16-byte pieces of a quad of 64 rows, and how many of them a lane takes: piece g, g + 8, ...
@@ -130,9 +130,10 @@ DEVICE u32 zero_word(u32 z, int half) {
 template <int CODE>
 DEVICE void words_of(u32 (&w)[4], const uint4 (&piece)[Quad<CODE>::LANE], int i) {
     const u32* all = (const u32*)&piece[0];
-    if (Quad<CODE>::LANE < 4) {
-#pragma unroll
-        for (int j = 0; j < Quad<CODE>::LANE; j++) w[j] = all[4 * j + i];
+    if (Quad<CODE>::LANE == 1) {
+        w[0] = all[i];
+    } else if (Quad<CODE>::LANE == 2) {
+        w[0] = all[2 * i], w[1] = all[2 * i + 1];
     } else {
         const int at = i / 2 * 8 + i % 2 * 2;
         w[0] = all[at], w[1] = all[at + 4], w[2] = all[at + 1], w[3] = all[at + 5];

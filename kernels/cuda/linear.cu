@@ -182,27 +182,22 @@ struct Narrow {
     METHOD void fold(const LinearArgs& a, const WeightRef& w) {
         const u8* stage = stages + used;
         const int slot = PAIR ? 0 : half;
+        float level[4][2];
+        levels_of<CODE, 4>(level, a, w, stage, slot, 0, g, 0);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float level[4];
-            grid_of<4>(level, a, w, stage, slot, 0, row_of<CODE>(g, 0, half));
+        for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
+            for (int j = 0; j < N8; j++)
 #pragma unroll
-                for (int j = 0; j < N8; j++)
+                for (int e = 0; e < 4; e++) total[i][j][e] = fmaf(level[i][e / 2], part[i][j][e], total[i][j][e]);
+        if (CODE > CODE_INT8 || w.zero != ZERO_MIN) return;
+        levels_of<CODE, 4>(level, a, w, stage, slot, 1, g, 0);
 #pragma unroll
-                    for (int e = half * 2; e < half * 2 + 2; e++)
-                        total[i][j][e] = fmaf(level[i], part[i][j][e], total[i][j][e]);
-            if (CODE > CODE_INT8 || w.zero != ZERO_MIN) continue;
-            grid_of<4>(level, a, w, stage, slot, 1, row_of<CODE>(g, 0, half));
+        for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
+            for (int j = 0; j < N8; j++)
 #pragma unroll
-                for (int j = 0; j < N8; j++)
-#pragma unroll
-                    for (int e = 0; e < 2; e++)
-                        total[i][j][half * 2 + e] = fmaf(level[i], sum[j][e], total[i][j][half * 2 + e]);
-        }
+                for (int e = 0; e < 4; e++) total[i][j][e] = fmaf(level[i][e / 2], sum[j][e % 2], total[i][j][e]);
     }
 
     METHOD void run(const LinearArgs& a) {
@@ -248,14 +243,21 @@ struct Narrow {
 #pragma unroll
         for (int j = 0; j < N8; j++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                float* to = sums + (warp * TOKENS + j * 8 + 2 * t + e % 2) * SUMS_PITCH;
-                const float4 v = make_float4(total[0][j][e], total[1][j][e], total[2][j][e], total[3][j][e]);
-                if (CODE == CODE_HALVES) {
-                    *(float2*)(to + row_of<CODE>(g, 0, e / 2)) = make_float2(v.x, v.y);
-                    *(float2*)(to + row_of<CODE>(g, 2, e / 2)) = make_float2(v.z, v.w);
-                } else {
-                    *(float4*)(to + row_of<CODE>(g, 0, e / 2)) = v;
+            for (int e = 0; e < 2; e++) {
+                float* to = sums + (warp * TOKENS + j * 8 + 2 * t + e) * SUMS_PITCH;
+#pragma unroll
+                for (int p = 0; p < 2; p++) {
+                    const float(&x)[4] = total[2 * p][j], (&y)[4] = total[2 * p + 1][j];
+                    if (Quad<CODE>::LANE == 1) {
+                        // Half p of all fragments.
+                        *(float4*)(to + row_of<CODE>(g, 0, p)) = make_float4(total[0][j][2 * p + e], total[1][j][2 * p + e],
+                                                                            total[2][j][2 * p + e], total[3][j][2 * p + e]);
+                    } else if (Quad<CODE>::LANE == 2) {
+                        *(float4*)(to + row_of<CODE>(g, 2 * p, 0)) = make_float4(x[e], x[2 + e], y[e], y[2 + e]);
+                    } else {
+                        *(float2*)(to + row_of<CODE>(g, 2 * p, 0)) = make_float2(x[e], y[e]);
+                        *(float2*)(to + row_of<CODE>(g, 2 * p, 1)) = make_float2(x[2 + e], y[2 + e]);
+                    }
                 }
             }
         __syncthreads();

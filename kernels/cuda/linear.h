@@ -194,22 +194,45 @@ DEVICE void grid_of(float (&out)[N], const LinearArgs& a, const WeightRef& w, co
     }
 }
 
-// What fragments `from`, from + 1, ... of a lane subtract, out of zero codes.
+// The same for the two rows of the lane in each of N fragments from `from` on (0, or 0 or 2 if N is 2).
+template <int CODE, int N>
+DEVICE void levels_of(float (&out)[N][2], const LinearArgs& a, const WeightRef& w, const u8* stage, int slot, int level,
+                      int g, int from) {
+    if (Quad<CODE>::LANE == 1) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float v[N];
+            grid_of<N>(v, a, w, stage, slot, level, row_of<CODE>(g, 0, half) + from);
+#pragma unroll
+            for (int i = 0; i < N; i++) out[i][half] = v[i];
+        }
+    } else {
+#pragma unroll
+        for (int p = 0; p < N; p += 2) {
+            float v[4];
+            grid_of<4>(v, a, w, stage, slot, level, row_of<CODE>(g, p, 0) + from * 16);
+            out[p][0] = v[0], out[p][1] = v[1], out[p + 1][0] = v[2], out[p + 1][1] = v[3];
+        }
+    }
+}
+
+// What those rows subtract, out of zero codes.
 template <int CODE, int N>
 DEVICE void load_zeros(u32 (&zero)[N][2], const LinearArgs& a, const u8* stage, int slot, int g, int from) {
-    u32 low, high;
     if (CODE == CODE_INT4) {
-        const u32 word = *(const u32*)(stage + a.at_zeros + slot * 32 + g * 4);
-        low = word & 0x0f0f0f0fu, high = word >> 4 & 0x0f0f0f0fu;
-    } else {
-        low = *(const u32*)(stage + a.at_zeros + slot * 64 + g * 4);
-        high = *(const u32*)(stage + a.at_zeros + slot * 64 + 32 + g * 4);
-    }
-    low >>= 8 * from, high >>= 8 * from;
+        const u32 word = *(const u32*)(stage + a.at_zeros + slot * 32 + g * 4) >> (8 * from);
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-        zero[i][0] = zero_word<CODE>(low >> (8 * i) & 0xff, 0);
-        zero[i][1] = zero_word<CODE>(high >> (8 * i) & 0xff, 1);
+        for (int i = 0; i < N; i++) {
+            zero[i][0] = zero_word<CODE>(word >> (8 * i) & 15, 0);
+            zero[i][1] = zero_word<CODE>(word >> (8 * i + 4) & 15, 1);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const u32 word = *(const u32*)(stage + a.at_zeros + slot * 64 + (i / 2 * 2 + from) * 16 + g * 4);
+            zero[i][0] = zero_word<CODE>(word >> (16 * (i % 2)) & 255, 0);
+            zero[i][1] = zero_word<CODE>(word >> (16 * (i % 2) + 8) & 255, 1);
+        }
     }
 }
 

@@ -89,20 +89,21 @@ struct Copies {
     }
 };
 
-// The words of the warp's two fragments of a panel: of every piece the first half or the second, of halves two pieces.
+// The words of the warp's two fragments of a panel: half of the lane's one piece of 4 bits; one piece of 8 bits, two of
+// halves, which begin at `codes`.
 template <int CODE, int K>
 DEVICE void read_words(u32 (&words)[2][4], u32 codes, int side) {
-    if constexpr (CODE == CODE_HALVES) {
-        const uint4 low = shared_16<K * 512>(codes + side * 256), high = shared_16<K * 512 + 128>(codes + side * 256);
-        words[0][0] = low.x, words[0][1] = high.x, words[0][2] = low.y, words[0][3] = high.y;
-        words[1][0] = low.z, words[1][1] = high.z, words[1][2] = low.w, words[1][3] = high.w;
+    const int AT = K * Quad<CODE>::PIECES * 16;
+    const uint4 v = shared_16<AT>(codes);
+    if constexpr (Quad<CODE>::LANE == 1) {
+        words[0][0] = side ? v.z : v.x;
+        words[1][0] = side ? v.w : v.y;
+    } else if constexpr (Quad<CODE>::LANE == 2) {
+        words[0][0] = v.x, words[0][1] = v.y, words[1][0] = v.z, words[1][1] = v.w;
     } else {
-        each<Quad<CODE>::LANE>([&](auto i) {
-            const int I = decltype(i)::VALUE;
-            const uint4 v = shared_16<K * Quad<CODE>::PIECES * 16 + I * 128>(codes);
-            words[0][I] = side ? v.z : v.x;
-            words[1][I] = side ? v.w : v.y;
-        });
+        const uint4 high = shared_16<AT + 128>(codes);
+        words[0][0] = v.x, words[0][1] = high.x, words[0][2] = v.y, words[0][3] = high.y;
+        words[1][0] = v.z, words[1][1] = high.z, words[1][2] = v.w, words[1][3] = high.w;
     }
 }
 
@@ -197,29 +198,24 @@ struct Wide {
         const int slot = PAIR ? mine : mine * 2 + half;
         const bool minima = CODE <= CODE_INT8 && w.zero == ZERO_MIN;
         if (minima) __syncthreads();
+        float level[2][2];
+        levels_of<CODE, 2>(level, a, w, stage, slot, 0, g, 2 * side);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = row_of<CODE>(g, 0, half) + 2 * side;
-            float level[2];
-            grid_of<2>(level, a, w, stage, slot, 0, row);
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < N8; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) total[i][j][e] = fmaf(level[i][e / 2], part[i][j][e], total[i][j][e]);
+        if (!minima) return;
+        levels_of<CODE, 2>(level, a, w, stage, slot, 1, g, 2 * side);
+#pragma unroll
+        for (int j = 0; j < N8; j++) {
+            const float2 sum = *(const float2*)(sums + j * 8 + 2 * t);
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
-                for (int j = 0; j < N8; j++)
-#pragma unroll
-                    for (int e = half * 2; e < half * 2 + 2; e++)
-                        total[i][j][e] = fmaf(level[i], part[i][j][e], total[i][j][e]);
-            if (!minima) continue;
-            grid_of<2>(level, a, w, stage, slot, 1, row);
-#pragma unroll
-            for (int j = 0; j < N8; j++) {
-                const float2 sum = *(const float2*)(sums + j * 8 + 2 * t);
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    total[i][j][half * 2] = fmaf(level[i], sum.x, total[i][j][half * 2]);
-                    total[i][j][half * 2 + 1] = fmaf(level[i], sum.y, total[i][j][half * 2 + 1]);
-                }
-            }
+                for (int e = 0; e < 4; e++)
+                    total[i][j][e] = fmaf(level[i][e / 2], e % 2 ? sum.y : sum.x, total[i][j][e]);
         }
     }
 
@@ -253,7 +249,8 @@ struct Wide {
         stages = (u8*)(sums + TOKENS);
         filled = used = 0;
         base = fixed(shared_address(stages));
-        codes_from = fixed((mine * 8 + (PAIR ? 2 * t : t)) * QUAD + (g ^ exchange<PAIR>(PAIR ? 2 * t : t)) * 16);
+        codes_from = fixed((mine * 8 + (PAIR ? 2 * t : t)) * QUAD + (g ^ exchange<PAIR>(PAIR ? 2 * t : t)) * 16 +
+                           (Quad<CODE>::LANE == 1 ? 0 : side * Quad<CODE>::LANE * 64));
         h_from = fixed(a.at_h + (PAIR ? g * 64 + t * 16 : g * 32 + t * 8));
         adds = fixed(w.zero == ZERO_MIN && threadIdx.x < TOKENS);
         copies.init(a, w, pair * 2, token, start, end);
@@ -294,15 +291,20 @@ struct Wide {
 #pragma unroll
             for (int j = 0; j < N8; j++) *(float4*)&total[i][j][0] = kept[(i * N8 + j) * THREADS];
         __syncthreads();
+        float* to = rows + 2 * t * 132 + mine * 64;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float* to = rows + 2 * t * 132 + mine * 64 + row_of<CODE>(g, 2 * side, half);
+        for (int j = 0; j < N8; j++)
 #pragma unroll
-            for (int j = 0; j < N8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    *(float2*)(to + (j * 8 + e) * 132) = make_float2(total[0][j][half * 2 + e], total[1][j][half * 2 + e]);
-        }
+            for (int e = 0; e < 2; e++) {
+                const float(&x)[4] = total[0][j], (&y)[4] = total[1][j];
+                float* at = to + (j * 8 + e) * 132;
+                if (Quad<CODE>::LANE == 2) {
+                    *(float4*)(at + row_of<CODE>(g, 2 * side, 0)) = make_float4(x[e], x[2 + e], y[e], y[2 + e]);
+                } else {
+                    *(float2*)(at + row_of<CODE>(g, 2 * side, 0)) = make_float2(x[e], y[e]);
+                    *(float2*)(at + row_of<CODE>(g, 2 * side, 1)) = make_float2(x[2 + e], y[2 + e]);
+                }
+            }
         __syncthreads();
         row += threadIdx.x;
         if (row >= w.n) return;

@@ -48,7 +48,7 @@ fn every_fourth_instruction_is_of_tensor_cores() {
     quern_vgpu::load().set("sms", "4");
     let device = Device::open(0).expect("the virtual GPU");
     let mut linear = Linear::new(&device).expect("kernels");
-    for (bits, zero, most) in [(4, ZeroKind::Mid, 4.0), (4, ZeroKind::Code, 4.0), (8, ZeroKind::Mid, 4.1)] {
+    for (bits, zero, most) in [(4, ZeroKind::Mid, 4.0), (4, ZeroKind::Code, 4.0), (8, ZeroKind::Mid, 4.0)] {
         let mut of = |group: u32, k: usize| {
             let scheme = Scheme::Int { bits, group, zero, scale: FloatType::F16 };
             let stats = count(&device, &mut linear, &Packed::random(&mut Rng(1), 256, k, scheme), 64);
