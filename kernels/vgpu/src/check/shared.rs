@@ -40,7 +40,9 @@ pub enum Touch {
 
 /// Shared memory of the CTA that runs.
 pub struct SharedShadow {
-    cells: Vec<Cell>,
+    /// Four bytes each; the first stands for all where `whole` says so, as most accesses are of whole words.
+    words: Vec<[Cell; 4]>,
+    whole: Vec<bool>,
     now: u32,
     /// When this CTA began: what is older is of another.
     start: u32,
@@ -51,17 +53,21 @@ pub struct SharedShadow {
 
 impl SharedShadow {
     pub fn new(bytes: usize) -> SharedShadow {
-        SharedShadow { cells: vec![Cell::default(); bytes], now: 1, start: 1, all: 0, pairs: Box::new([[0; 32]; 32]) }
+        let words = bytes.div_ceil(4);
+        SharedShadow {
+            words: vec![[Cell::default(); 4]; words],
+            whole: vec![true; words],
+            now: 1,
+            start: 1,
+            all: 0,
+            pairs: Box::new([[0; 32]; 32]),
+        }
     }
 
-    /// A new CTA.
+    /// A new CTA: what is older than now is of another.
     pub fn begin(&mut self) {
-        // Times are never zero, and never wrap within what one can wait for.
         self.now += 1;
         self.start = self.now;
-        for cell in &mut self.cells {
-            cell.copies = 0;
-        }
     }
 
     /// All warps meet.
@@ -110,73 +116,92 @@ impl SharedShadow {
         touch: Touch,
     ) -> Option<(Kind, &'static str)> {
         let mut wrong = None;
-        let mut last = None;
-        for number in at..at + len {
-            let cell = self.cells[number];
-            // Bytes of a word mostly have one history: then they have one future.
-            if let Some((old, new)) = last
-                && old == cell
-            {
-                self.cells[number] = new;
-                continue;
-            }
-            let before = cell;
-            let now = Access { thread, time: self.now };
-            if cell.copies > 0 && touch != Touch::Copy {
-                wrong = wrong.or(Some((Kind::CopyWait, "bytes of a cp.async that nobody waited for")));
-            }
-            let reads = matches!(touch, Touch::Read | Touch::Atomic);
-            if reads && cell.write.time < self.start && cell.copies == 0 {
-                wrong = wrong.or(Some((Kind::Uninitialised, "a read of shared memory that nobody wrote")));
-            }
-            let both_atomic = touch == Touch::Atomic && cell.atomic;
-            if !both_atomic && !self.ordered(thread, met, cell.write) && touch != (Touch::Write { same: true }) {
-                let what = if touch == Touch::Read {
-                    "a read of shared memory after a write without a barrier"
-                } else {
-                    "a write to shared memory after another without a barrier"
-                };
-                wrong = wrong.or(Some((Kind::Race, what)));
-            }
-            let writes = touch != Touch::Read;
-            if writes && !both_atomic {
-                let read = [cell.read, cell.far, cell.near];
-                if read.iter().any(|&read| !self.ordered(thread, met, read)) {
-                    wrong = wrong.or(Some((Kind::Race, "a write to shared memory after a read without a barrier")));
-                }
-            }
-            let cell = &mut self.cells[number];
-            match touch {
-                Touch::Read => {
-                    if cell.read.time < self.start || cell.read.thread / 32 != thread / 32 {
-                        cell.far = cell.read;
-                        cell.near = Access::default();
-                    } else if cell.read.thread != thread {
-                        cell.near = cell.read;
-                    }
-                    cell.read = now;
-                }
-                Touch::Write { .. } | Touch::Atomic => {
-                    cell.write = now;
-                    cell.atomic = touch == Touch::Atomic;
-                }
-                Touch::Copy => {
-                    cell.write = now;
-                    cell.atomic = false;
-                    cell.copies = cell.copies.saturating_add(1);
-                }
-            }
-            last = Some((before, *cell));
-        }
+        self.each(at, len, |shadow, cell| {
+            let (new, found) = shadow.cell(cell, thread, met, touch);
+            wrong = wrong.or(found);
+            new
+        });
         wrong
     }
 
     /// The bytes of a copy of `thread` have arrived.
     pub fn arrive(&mut self, at: usize, len: usize, thread: u16) {
-        for cell in &mut self.cells[at..at + len] {
-            cell.copies = cell.copies.saturating_sub(1);
-            cell.write = Access { thread, time: self.now };
+        self.each(at, len, |shadow, cell| Cell {
+            copies: cell.copies.saturating_sub(1),
+            write: Access { thread, time: shadow.now },
+            ..cell
+        });
+    }
+
+    /// Replaces the cells of bytes; a word at once where it has one history and all of it is meant.
+    #[inline(always)]
+    fn each(&mut self, at: usize, len: usize, mut step: impl FnMut(&SharedShadow, Cell) -> Cell) {
+        let end = at + len;
+        for word in at / 4..end.div_ceil(4) {
+            let (from, to) = (at.max(4 * word) - 4 * word, end.min(4 * word + 4) - 4 * word);
+            let all = to - from == 4;
+            if all && self.whole[word] {
+                self.words[word][0] = step(self, self.words[word][0]);
+                continue;
+            }
+            if self.whole[word] {
+                self.words[word] = [self.words[word][0]; 4];
+            }
+            for byte in from..to {
+                self.words[word][byte] = step(self, self.words[word][byte]);
+            }
+            let cells = &self.words[word];
+            self.whole[word] = all && cells[1..].iter().all(|cell| *cell == cells[0]);
         }
+    }
+
+    /// What a byte's cell becomes by an access, and what is wrong with it.
+    #[inline(always)]
+    fn cell(
+        &self,
+        mut cell: Cell,
+        thread: u16,
+        met: &[[u32; 32]; 32],
+        touch: Touch,
+    ) -> (Cell, Option<(Kind, &'static str)>) {
+        let mut wrong = None;
+        let now = Access { thread, time: self.now };
+        let fresh = cell.write.time >= self.start;
+        if !fresh {
+            cell.copies = 0;
+        }
+        if cell.copies > 0 && touch != Touch::Copy {
+            wrong = Some((Kind::CopyWait, "bytes of a cp.async that nobody waited for"));
+        }
+        if !fresh && matches!(touch, Touch::Read | Touch::Atomic) {
+            wrong = Some((Kind::Uninitialised, "a read of shared memory that nobody wrote"));
+        }
+        let both_atomic = touch == Touch::Atomic && cell.atomic;
+        if !both_atomic && !self.ordered(thread, met, cell.write) && touch != (Touch::Write { same: true }) {
+            let what = if touch == Touch::Read {
+                "a read of shared memory after a write without a barrier"
+            } else {
+                "a write to shared memory after another without a barrier"
+            };
+            wrong = wrong.or(Some((Kind::Race, what)));
+        }
+        if touch == Touch::Read {
+            if cell.read.time < self.start || cell.read.thread / 32 != thread / 32 {
+                cell.far = cell.read;
+                cell.near = Access::default();
+            } else if cell.read.thread != thread {
+                cell.near = cell.read;
+            }
+            cell.read = now;
+            return (cell, wrong);
+        }
+        if !both_atomic && [cell.read, cell.far, cell.near].iter().any(|&read| !self.ordered(thread, met, read)) {
+            wrong = wrong.or(Some((Kind::Race, "a write to shared memory after a read without a barrier")));
+        }
+        cell.write = now;
+        cell.atomic = touch == Touch::Atomic;
+        cell.copies = cell.copies.saturating_add(u8::from(touch == Touch::Copy));
+        (cell, wrong)
     }
 }
 
