@@ -4,13 +4,16 @@
 
 use std::path::Path;
 
+use serde_json::json;
+
 use crate::{
     lossless::lossless,
+    serve::server::{self, Server},
     support::{
         Scratch, fixture,
         golden::{Golden, distance, margin},
         model::{self, Run, Sequence, kept},
-        program::{arg, quern_on_gpu},
+        program::{arg, command, quern, quern_on_gpu, virtual_gpu},
     },
 };
 
@@ -98,4 +101,35 @@ fn the_program_answers_on_the_gpu() {
     fails(&[("VGPU_DRIVER_VERSION", "11080")], "speaks CUDA 11.8, the kernels need 12.0");
     fails(&[("VGPU_CC", "7.5")], "compute capability 7.5, the kernels need 8.0");
     fails(&[("VGPU_MEMORY", "1000000")], "the model needs");
+    // A library that is no driver, and none at all; a device that is lost between two steps.
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let other = maps.lines().find_map(|line| line.split(' ').next_back().filter(|path| path.contains("/libc.so")));
+    std::os::unix::fs::symlink(other.unwrap(), scratch.at("libcuda.so")).unwrap();
+    fails(&[("LD_LIBRARY_PATH", arg(scratch.path()))], "has no function cuCtxSetCurrent");
+    if !Path::new("/dev/nvidiactl").exists() {
+        quern(&gpu).fails(&["no NVIDIA driver here", "--device cpu"]);
+        quern(&["info", "--devices"]).ok().prints(&["cpu ", "no NVIDIA driver here"]);
+    }
+    fails(&[("VGPU_FAIL", "cuGraphLaunch:2:719")], "start it again");
+    let auto: Vec<&str> = args.iter().copied().chain(["--device", "auto"]).collect();
+    quern_on_gpu(&auto, &[("VGPU_MEMORY", "1000000")]).ok().says(&["device: cpu (memory of cuda:0"]);
+    quern_on_gpu(&auto, &[("VGPU_DRIVER_VERSION", "11080")]).ok().says(&["device: cpu", "CUDA 11.8"]);
+    // Less shared memory, another number of multiprocessors, every check.
+    let other = [("VGPU_CC", "8.6"), ("VGPU_SMS", "128"), ("VGPU_CHECK", "fatal")];
+    assert_eq!(quern_on_gpu(&gpu, &other).ok().json()["tokens"], answer["tokens"]);
+}
+
+/// A server whose device is lost: the request fails, and `/health` says that nothing works.
+#[test]
+fn a_lost_device_is_told_to_clients() {
+    let (_scratch, file) = server::model();
+    let mut command = command(&["serve", arg(&file), "--port", "0", "--device", "cuda", "--ctx", "128"]);
+    command.env("LD_LIBRARY_PATH", virtual_gpu()).env("VGPU_FAIL", "cuGraphLaunch:2:719");
+    let mut server = Server::spawn(command);
+    server.wait_until_ready();
+    let asked = server.post("/v1/completions", &json!({"prompt": "The harbour", "max_tokens": 8, "temperature": 0}));
+    assert!(asked.status >= 500, "{asked:?}");
+    let health = server.get("/health");
+    assert_eq!(health.status, 503, "{health:?}");
+    assert!(health.body.contains("cuGraphLaunch") || health.body.contains("failed"), "{health:?}");
 }

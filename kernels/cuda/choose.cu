@@ -186,10 +186,10 @@ DEVICE Drawn draw_better(Drawn a, Drawn b) {
     return {first ? a.sum : b.sum, fmax(less, second), first ? a.token : b.token};
 }
 
-// The noise of word x within 2e-4: -ln(-ln(1 - w)), by a series where 1 - w loses digits.
+// The noise of word x within 2e-4: -ln(-ln(u)) with u = (x + 1/2) / 2^32, by a series in 1 - u near 1.
 DEVICE float noise_about(u32 x) {
     float w = ((float)~x + 0.5f) * 2.3283064365386963e-10f;
-    float e = w < 0.25f ? w * (1.0f + w * (0.5f + w * (0.33333334f + w * (0.25f + w * 0.2f)))) : -logf(1.0f - w);
+    float e = w < 0.25f ? w * (1.0f + w * (0.5f + w * (0.33333334f + w * (0.25f + w * 0.2f)))) : -logf(((float)x + 0.5f) * 2.3283064365386963e-10f);
     return -logf(e);
 }
 

@@ -19,9 +19,9 @@ use quern_kernels::{
 };
 use quern_models::{FormatError, ModelFile};
 
-use crate::engine::{EngineOptions, OpenError};
+use crate::engine::{Engine, EngineOptions, OpenError};
 
-/// Quantized language models in one file, run on a CPU.
+/// Quantized language models in one file, run on a CPU or an NVIDIA GPU.
 #[derive(Debug, Parser)]
 #[command(
     name = "quern",
@@ -95,9 +95,13 @@ impl std::str::FromStr for DeviceFlag {
 
 /// The device that `--device` means, `auto` if it is not there. Where a GPU cannot be used, stderr says why in one
 /// line; that there is none is worth a line only to those who typed the flag.
-pub fn device(flag: Option<DeviceFlag>) -> Device {
+pub fn device(flag: Option<DeviceFlag>, activations: Option<Activations>) -> Device {
     if let Some(DeviceFlag::Given(device)) = flag {
         return device;
+    }
+    // What only the CPU has was asked for.
+    if activations == Some(Activations::Int8) {
+        return Device::Cpu;
     }
     let (device, error) = Device::auto();
     let expected = flag.is_none() && matches!(error, Some(CudaError::NoDriver | CudaError::NoDevice));
@@ -160,10 +164,21 @@ pub struct EngineArgs {
 }
 
 impl EngineArgs {
+    /// The options, on the CPU if nobody insists on the GPU and the model does not fit it; stderr says so.
+    pub fn fitting(&self, file: &ModelFile, options: EngineOptions) -> EngineOptions {
+        let insists = matches!(self.device, Some(DeviceFlag::Given(_)));
+        let plan = (!insists && options.device != Device::Cpu).then(|| Engine::memory(file, &options));
+        let Some(plan) = plan.filter(|plan| plan.available.is_some_and(|there| there < plan.needed())) else {
+            return options;
+        };
+        eprintln!("device: cpu ({plan})");
+        EngineOptions { device: Device::Cpu, ..options }
+    }
+
     /// What they say to an engine.
     pub fn options(&self) -> EngineOptions {
         EngineOptions {
-            device: device(self.device),
+            device: device(self.device, self.activations),
             threads: self.threads.unwrap_or(0),
             context: self.ctx,
             activations: self.activations.map(Into::into),

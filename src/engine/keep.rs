@@ -37,7 +37,10 @@ impl Keep {
     pub fn new(dir: PathBuf, file: &ModelFile, executor: &dyn Executor) -> Keep {
         let device = executor.describe();
         // Threads make no difference to what is computed.
-        let device = device.rsplit_once(',').map_or(&*device, |(rest, _)| rest);
+        let device = match device.rsplit_once(", ") {
+            Some((rest, last)) if last.contains(" thread") => rest,
+            _ => &*device,
+        };
         let made_with = format!("{:016x}, {device}, version {}", file.identity(), env!("CARGO_PKG_VERSION"));
         let name = format!("{:016x}.kept", xxhash_rust::xxh3::xxh3_64(made_with.as_bytes()));
         Keep { path: dir.join(name), made_with }

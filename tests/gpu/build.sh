@@ -8,19 +8,30 @@ cd "$(dirname "$0")/../.."
 out=${1:-tests/gpu/bundle}
 target=x86_64-unknown-linux-gnu.2.17
 mkdir -p "$out"
+log=$(mktemp) list=$(mktemp)
+trap 'rm -f "$log" "$list"' EXIT
 
 # Prints the executables that a build made, by name.
 built() {
-    cargo zigbuild --release --target $target --message-format=json "$@" |
-        sed -n 's/.*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1 \2/p'
+    cargo zigbuild --release --target $target --message-format=json "$@" > "$log"
+    sed -n 's/.*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1 \2/p' "$log" > "$list"
 }
 
-built -p quern --bin quern | while read -r name path; do cp "$path" "$out/$name"; done
-built -p quern-kernels --example cuda_bench | while read -r name path; do cp "$path" "$out/$name"; done
-built -p quern-kernels --tests | while read -r name path; do
+built -p quern --bin quern
+while read -r name path; do cp "$path" "$out/$name"; done < "$list"
+built -p quern-kernels --example cuda_bench
+while read -r name path; do cp "$path" "$out/$name"; done < "$list"
+built -p quern-kernels --tests
+while read -r name path; do
     case $name in
     cuda | linear | attend | ops | exec) cp "$path" "$out/test-$name" ;;
     esac
+done < "$list"
+for name in quern cuda_bench test-cuda test-linear test-attend test-ops test-exec; do
+    [ -x "$out/$name" ] || {
+        echo "$name was not built" >&2
+        exit 1
+    }
 done
 "${CARGO_TARGET_DIR:-target}/x86_64-unknown-linux-gnu/release/quern" convert tests/fixtures/models/smollm2-gptq-2layer \
     --out "$out/two-layers.qrn" --force > /dev/null

@@ -46,16 +46,20 @@ check() {
     printf '%-24s %s (%s s%s)\n' "$name" "$result" "$seconds" "$tests" >> "$summary"
 }
 
-command -v nvidia-smi > /dev/null && nvidia-smi -q > "$out/nvidia-smi.txt" 2>&1
+command -v nvidia-smi > /dev/null && timeout 20 nvidia-smi -q > "$out/nvidia-smi.txt" 2>&1
 check devices 20 "$bundle/quern" info --devices
+grep -q '^cuda:0' "$out/devices.txt" || {
+    cat "$out/devices.txt" >&2
+    exit 1
+}
 # Kernels, executor and graphs on the device itself.
-export QUERN_CUDA=device
+export QUERN_CUDA_DEVICE=1
 check conformance 120 "$bundle/test-cuda" --show-output
 # Instruction sets of this machine's processor.
 for suite in linear attend ops exec; do
     check "cpu-$suite" 60 "$bundle/test-$suite" --show-output
 done
-ask() { "$bundle/quern" run "$bundle/two-layers.qrn" -p "The harbour was quiet" -n 32 --temperature 0 --json "$@"; }
+ask() { timeout 40 "$bundle/quern" run "$bundle/two-layers.qrn" -p "The harbour was quiet" -n 32 --temperature 0 --json "$@"; }
 same() {
     exact="--activations f32 --kv f32"
     cpu=$(ask --device cpu $exact | tr -d ' \n' | sed 's/.*"tokens":\(\[[^]]*\]\).*/\1/')

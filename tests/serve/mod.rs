@@ -3,5 +3,5 @@
 mod api;
 mod hostile;
 mod mixed;
-mod server;
+pub mod server;
 mod soak;

@@ -143,7 +143,7 @@ impl Batch {
             slots.saturating_mul(heads) < u32::MAX as usize,
             "{slots} slots of {heads} heads are counted in 32 bits"
         );
-        let len = 4096;
+        let len = 1 << 16;
         Ok(Batch {
             device: device.clone(),
             kinds,
@@ -176,8 +176,10 @@ impl Batch {
         if moved {
             let len = words.len().next_power_of_two();
             self.device.synchronize()?;
-            self.words = Buffer::new(&self.device, "a step's blocks", len)?;
+            // All or nothing: a failure leaves what was there.
+            let words = Buffer::new(&self.device, "a step's blocks", len)?;
             self.stages = [Stage::new(&self.device, len)?, Stage::new(&self.device, len)?];
+            self.words = words;
         }
         let stage = &mut self.stages[self.next];
         self.next = 1 - self.next;

@@ -193,8 +193,9 @@ impl Choose {
         if len > self.words.len() {
             let len = len.next_power_of_two();
             self.device.synchronize()?;
-            self.words = Buffer::new(&self.device, "sampling", len)?;
+            let words = Buffer::new(&self.device, "sampling", len)?;
             self.stages = [Stage::new(&self.device, len)?, Stage::new(&self.device, len)?];
+            self.words = words;
         }
         let stage = &mut self.stages[self.next];
         self.next = 1 - self.next;

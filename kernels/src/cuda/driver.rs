@@ -81,7 +81,7 @@ impl From<Refusal> for CudaError {
             Refusal::Symbol(name) => CudaError::Symbol { name },
             Refusal::Old(found) => CudaError::OldDriver { found, needed: DRIVER_VERSION },
             Refusal::NoDevice => CudaError::NoDevice,
-            Refusal::Call(name, text) => CudaError::Call { call: "cuInit", name, text },
+            Refusal::Call(name, text) => CudaError::Call { call: "cuInit", name, text, lost: false },
         }
     }
 }

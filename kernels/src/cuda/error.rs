@@ -96,8 +96,8 @@ pub enum CudaError {
         /// What its compiler says.
         log: String,
     },
-    /// A call failed; after most such failures the device can be used no longer by this process.
-    #[error("{call}: {name} ({text}); this process cannot use the device any more: start it again")]
+    /// A call failed.
+    #[error("{call}: {name} ({text}){}", if *lost { "; this process cannot use the device any more: start it again" } else { "" })]
     Call {
         /// The driver's function, or what was being done.
         call: &'static str,
@@ -105,6 +105,8 @@ pub enum CudaError {
         name: String,
         /// The driver's explanation.
         text: String,
+        /// Whether the device can be used no longer by this process.
+        lost: bool,
     },
     /// A model that the device cannot run.
     #[error("cuda: {what}: expected {expected}, got {got}: run with --device cpu")]
@@ -118,13 +120,21 @@ pub enum CudaError {
     },
 }
 
-const MEMORY_ADVICE: &str = "use a smaller context or fewer sequences, --kv int8, or end other programs on the device";
+const MEMORY_ADVICE: &str =
+    "use a smaller context or fewer sequences, --kv int8, --device cpu, or end other programs on the device";
 
 impl CudaError {
+    /// Whether the device can be used no longer by this process.
+    pub fn is_lost(&self) -> bool {
+        matches!(self, CudaError::Call { lost: true, .. })
+    }
+
     /// A call's failure.
     pub(super) fn call(call: &'static str, error: DriverError) -> CudaError {
         let (name, text) = explain(error);
-        CudaError::Call { call, name, text }
+        // Errors of kernels and of the device stay; the others are of one call.
+        let lost = matches!(error.0 as u32, 46 | 214 | 220 | 226 | 700..=702 | 714..=719 | 999);
+        CudaError::Call { call, name, text, lost }
     }
 }
 

@@ -67,7 +67,7 @@ impl CudaPlan {
         CudaPlan {
             weights: Model::bytes(file, options.form),
             cache: CudaExecutor::block_bytes(file.spec(), options.kv).saturating_mul(options.blocks),
-            scratch: Forward::scratch(file, options.form, rows_of(options)),
+            scratch: Forward::scratch(file, options.form, rows_of(options)) + file.tensors().len() * ROUNDING + OTHER,
         }
     }
 
@@ -76,6 +76,12 @@ impl CudaPlan {
         self.weights.saturating_add(self.cache).saturating_add(self.scratch)
     }
 }
+
+/// What the driver rounds an allocation up by, on average.
+const ROUNDING: usize = 1 << 20;
+
+/// Code of the kernels, recorded steps, and what grows a little while serving.
+const OTHER: usize = 192 << 20;
 
 fn rows_of(options: &CudaOptions) -> usize {
     options.rows.clamp(1, MOST_ROWS)
@@ -116,43 +122,44 @@ impl CudaExecutor {
     fn step(&mut self, plan: &Plan) -> Result<Vec<ChunkOutput>, CudaError> {
         let mut got: Vec<Got> = plan.chunks.iter().map(|c| Got::new(&c.output)).collect();
         for pass in passes(plan, self.forward.rows()) {
-            self.forward.layers(plan, &pass)?;
-            self.head(plan, &pass, &mut got)?;
+            let (states, rows) = wanted(plan, &pass);
+            let numbers: Vec<u32> = states.iter().chain(&rows).map(|w| w.row).collect();
+            self.forward.layers(plan, &pass, &numbers)?;
+            self.states(&states, &mut got)?;
+            self.head(plan, states.len(), &rows, &mut got)?;
         }
         Ok(got.into_iter().map(Got::done).collect())
     }
 
-    /// Head of the rows of a pass that something is wanted of.
-    fn head(&mut self, plan: &Plan, pass: &[Part], got: &mut [Got]) -> Result<(), CudaError> {
-        let spec = self.forward.spec();
-        let (vocab, hidden) = (spec.vocab, spec.hidden);
-        let (mut states, mut rows) = (vec![], vec![]);
-        let mut first = 0;
-        for part in pass {
-            let chunk = &plan.chunks[part.chunk];
-            for i in part.tokens.clone().filter(|&i| i >= chunk.output.from(chunk.tokens.len())) {
-                let row = (first + i - part.tokens.start) as u32;
-                if let Output::Hidden { .. } = chunk.output {
-                    states.push((part.chunk, row));
-                } else {
-                    rows.push(Wanted { chunk: part.chunk, token: i, row });
-                }
-            }
-            first += part.tokens.len();
-        }
-        for states in states.chunks(HEAD_ROWS) {
-            let rows: Vec<u32> = states.iter().map(|s| s.1).collect();
-            let values = self.forward.normed(&rows)?;
-            for (&(chunk, _), values) in states.iter().zip(values.chunks_exact(hidden)) {
-                got[chunk].states(values);
+    /// Hidden states of the first of the wanted rows.
+    fn states(&mut self, states: &[Wanted], got: &mut [Got]) -> Result<(), CudaError> {
+        let hidden = self.forward.spec().hidden;
+        for first in (0..states.len()).step_by(HEAD_ROWS) {
+            let some = &states[first..states.len().min(first + HEAD_ROWS)];
+            let values = self.forward.normed(first..first + some.len())?;
+            for (wanted, values) in some.iter().zip(values.chunks_exact(hidden)) {
+                got[wanted.chunk].states(values);
             }
         }
-        for rows in rows.chunks(HEAD_ROWS) {
-            let from: Vec<u32> = rows.iter().map(|r| r.row).collect();
-            self.forward.head(&from)?;
+        Ok(())
+    }
+
+    /// Tokens or logits of the wanted rows from `first` on.
+    fn head(&mut self, plan: &Plan, first: usize, rows: &[Wanted], got: &mut [Got]) -> Result<(), CudaError> {
+        let vocab = self.forward.spec().vocab;
+        for (i, rows) in rows.chunks(HEAD_ROWS).enumerate() {
+            let first = first + i * HEAD_ROWS;
+            self.forward.head(first..first + rows.len())?;
             let asks: Vec<Ask> =
                 rows.iter().enumerate().filter_map(|(i, r)| r.ask(&plan.chunks[r.chunk], i, vocab)).collect();
-            let found = if asks.is_empty() { vec![] } else { self.forward.choose(&asks)? };
+            let found = match asks.is_empty() {
+                true => vec![],
+                false => match self.forward.choose(&asks) {
+                    // Many penalties need memory; without, the host chooses.
+                    Err(CudaError::Memory { .. }) => vec![],
+                    found => found?,
+                },
+            };
             let mut chosen = asks.iter().zip(found).peekable();
             for (i, wanted) in rows.iter().enumerate() {
                 let chunk = &plan.chunks[wanted.chunk];
@@ -178,7 +185,24 @@ impl CudaExecutor {
     }
 }
 
-/// A row of the head.
+/// Rows of a pass whose hidden states are wanted, and those of the head.
+fn wanted(plan: &Plan, pass: &[Part]) -> (Vec<Wanted>, Vec<Wanted>) {
+    let (mut states, mut rows) = (vec![], vec![]);
+    let mut first = 0;
+    for part in pass {
+        let output = &plan.chunks[part.chunk].output;
+        let from = output.from(plan.chunks[part.chunk].tokens.len());
+        for token in part.tokens.clone().filter(|&i| i >= from) {
+            let row = (first + token - part.tokens.start) as u32;
+            let to = if matches!(output, Output::Hidden { .. }) { &mut states } else { &mut rows };
+            to.push(Wanted { chunk: part.chunk, token, row });
+        }
+        first += part.tokens.len();
+    }
+    (states, rows)
+}
+
+/// A row that something is wanted of.
 struct Wanted {
     chunk: usize,
     /// Index in the chunk.
@@ -335,7 +359,9 @@ impl Executor for CudaExecutor {
             KvType::Int8 => "int8",
         };
         let info = self.device().info();
-        format!("{acts} activations, {kv} KV, cuda:{} {}", info.ordinal, info.name.replace(',', " "))
+        let ((major, minor), name) = (info.capability, info.name.replace(',', " "));
+        let device = format!("cuda:{} {name} {major}.{minor}, {} multiprocessors", info.ordinal, info.processors);
+        format!("{acts} activations, {kv} KV, {device}")
     }
 }
 

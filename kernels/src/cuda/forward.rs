@@ -1,10 +1,10 @@
 //! One pass of a decoder on the device: embedding, layers, head.
 //!
 //! What differs from pass to pass (tokens, positions, places in the cache, angles) goes up in one copy; everything after
-//! it is launches on one stream, in an order and with shapes that depend on the number of rows and on how many splits
-//! attention needs. A pass of single tokens is recorded once per such shape and replayed as a graph.
+//! it is launches on one stream, in an order and with shapes that depend on the number of rows and on how attention's
+//! work is cut. A pass of single tokens is recorded once per such shape and replayed as a graph.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, ops::Range, sync::Arc};
 
 use quern_models::{
     ModelFile, ModelSpec,
@@ -54,7 +54,7 @@ const MOST_PARTIALS: usize = 2 * 64 * 7 / 8 * 256;
 
 /// Buffers of a pass. `m` rows.
 struct Buffers {
-    /// Tokens and positions: `[2][rows]`, then the rows of the head.
+    /// Tokens, positions, and the rows that something is wanted of: `[3][rows]`.
     numbers: Buffer<u32>,
     numbers_host: Pinned<u32>,
     /// Cosines, then sines, of each distinct rope: `[rows][head_dim / 2]`.
@@ -124,8 +124,8 @@ impl Forward {
         let what = "buffers of a step";
         let new = |len: usize| Buffer::<f32>::new(&device, what, len);
         let bufs = Buffers {
-            numbers: Buffer::new(&device, what, 2 * rows + HEAD_ROWS)?,
-            numbers_host: Pinned::new(&device, 2 * rows + HEAD_ROWS)?,
+            numbers: Buffer::new(&device, what, 3 * rows)?,
+            numbers_host: Pinned::new(&device, 3 * rows)?,
             angles: new(sizes.angles)?,
             angles_host: Pinned::new(&device, sizes.angles)?,
             batch: Batch::new(&device, &shapes(spec), rows)?,
@@ -209,9 +209,10 @@ impl Forward {
         self.rows
     }
 
-    /// Runs the rows of a pass through all layers; they stay in the residual stream.
-    pub fn layers(&mut self, plan: &Plan, pass: &[Part]) -> Result<(), CudaError> {
-        let m = self.upload(plan, pass)?;
+    /// Runs the rows of a pass through all layers; they stay in the residual stream. `wanted` are those that
+    /// [`Forward::normed`] and [`Forward::head`] will be asked for.
+    pub fn layers(&mut self, plan: &Plan, pass: &[Part], wanted: &[u32]) -> Result<(), CudaError> {
+        let m = self.upload(plan, pass, wanted)?;
         if pass.iter().any(|part| part.tokens.len() > 1) {
             return self.launch(m);
         }
@@ -220,7 +221,15 @@ impl Forward {
             return unsafe { graph.launch() };
         }
         let device = self.device.clone();
-        let graph = device.capture(|| self.launch(m))?;
+        let graph = match device.capture(|| self.launch(m)) {
+            Ok(graph) => graph,
+            Err(error) if error.is_lost() => return Err(error),
+            // Recorded steps take memory; without, it goes on as well.
+            Err(_) => {
+                self.graphs.clear();
+                return self.launch(m);
+            }
+        };
         // SAFETY: as above.
         unsafe { graph.launch()? };
         if self.graphs.len() >= MOST_GRAPHS {
@@ -231,7 +240,7 @@ impl Forward {
     }
 
     /// Sends what the pass is to the device; returns its rows.
-    fn upload(&mut self, plan: &Plan, pass: &[Part]) -> Result<usize, CudaError> {
+    fn upload(&mut self, plan: &Plan, pass: &[Part], wanted: &[u32]) -> Result<usize, CudaError> {
         // The pinned copies of the last pass may still be on their way.
         self.device.synchronize()?;
         let rows = self.rows;
@@ -249,8 +258,9 @@ impl Forward {
                 m += 1;
             }
         }
+        self.bufs.numbers_host[2 * rows..][..wanted.len()].copy_from_slice(wanted);
         // SAFETY: the pinned memory is next changed after the synchronisation at the top.
-        unsafe { self.bufs.numbers.write_async(0, &self.bufs.numbers_host, 2 * rows)? };
+        unsafe { self.bufs.numbers.write_async(0, &self.bufs.numbers_host, 2 * rows + wanted.len())? };
         let mut at = 0;
         for angles in &mut self.model.angles {
             angles.turn_to(positions.iter().copied());
@@ -321,9 +331,9 @@ impl Forward {
         Ok(())
     }
 
-    /// Final norm of some rows of the pass, `[rows][hidden]`.
-    pub fn normed(&mut self, rows: &[u32]) -> Result<Vec<f32>, CudaError> {
-        let from = self.wanted(rows)?;
+    /// Final norm of some of the wanted rows, at most [`HEAD_ROWS`]: `[rows][hidden]`.
+    pub fn normed(&mut self, rows: Range<usize>) -> Result<Vec<f32>, CudaError> {
+        let from = self.wanted(&rows);
         let hidden = self.spec().hidden;
         let (norm, to) = (self.model.norm.norm(), self.bufs.states.ptr());
         self.ops.normed(self.bufs.x.ptr(), Some(from), &norm, hidden, to, rows.len())?;
@@ -332,9 +342,9 @@ impl Forward {
         Ok(values)
     }
 
-    /// Logits of some rows of the pass, at most [`HEAD_ROWS`]; they stay on the device until the next call.
-    pub fn head(&mut self, rows: &[u32]) -> Result<(), CudaError> {
-        let from = self.wanted(rows)?;
+    /// Logits of some of the wanted rows, at most [`HEAD_ROWS`]; they stay on the device until the next call.
+    pub fn head(&mut self, rows: Range<usize>) -> Result<(), CudaError> {
+        let from = self.wanted(&rows);
         let (vocab, hidden, m) = (self.spec().vocab, self.spec().hidden, rows.len());
         norm(&self.ops, &self.model.norm, self.bufs.x.ptr(), Some(from), &self.bufs.last, hidden, m)?;
         let head = self.model.head.as_ref().unwrap_or(&self.model.embed);
@@ -367,11 +377,10 @@ impl Forward {
         Ok(logits)
     }
 
-    /// Sends row numbers to the device.
-    fn wanted(&mut self, rows: &[u32]) -> Result<DevicePtr, CudaError> {
-        let at = 2 * self.rows;
-        self.bufs.numbers.write(at, rows)?;
-        Ok(self.bufs.numbers.at(at))
+    /// Where the numbers of some of the wanted rows are.
+    fn wanted(&self, rows: &Range<usize>) -> DevicePtr {
+        assert!(rows.len() <= HEAD_ROWS && rows.end <= self.rows, "rows {rows:?}");
+        self.bufs.numbers.at(2 * self.rows + rows.start)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Running a [`ModelSpec`](quern_models::ModelSpec): what the engine asks of a device and gets back.
+//! Running a [`ModelSpec`]: what the engine asks of a device and gets back.
 //!
 //! The interface is asynchronous so that a device can work while the engine schedules: `submit` a
 //! plan, later `collect` its tokens. The CPU computes inside `submit`. An executor keeps weights,

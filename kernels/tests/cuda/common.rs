@@ -40,6 +40,7 @@ pub fn device(test: &str) -> Option<Arc<Device>> {
     }
     match Device::open(0) {
         Ok(device) => Some(device),
+        Err(e) if std::env::var_os("QUERN_CUDA_DEVICE").is_some() => panic!("{test}: {e}"),
         Err(e) => {
             println!("SKIPPED {test}: {e}");
             None
