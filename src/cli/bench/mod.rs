@@ -154,10 +154,10 @@ fn markdown(name: &str, file: &ModelFile, all: &[Measured]) -> String {
     s += "|--:|:--|--:|--:|--:|--:|--:|--:|--:|\n";
     for m in all {
         let read = m.bytes_per_second.map_or((String::new(), String::new()), |b| {
-            (format!("{:.1}", b / 1e9), format!("{:.0}", 100.0 * b / m.bandwidth))
+            (format!("{:.1}", b / 1e9), percent(b, m.bandwidth))
         });
         s += &format!(
-            "| {} | {} | {:.1} | {:.1} | {} | {} | {:.1} | {:.0} | {:.0} |\n",
+            "| {} | {} | {:.1} | {:.1} | {} | {} | {:.1} | {} | {:.0} |\n",
             m.threads,
             m.test,
             m.median,
@@ -165,14 +165,15 @@ fn markdown(name: &str, file: &ModelFile, all: &[Measured]) -> String {
             read.0,
             read.1,
             m.macs_per_second / 1e9,
-            100.0 * m.macs_per_second / m.peak,
+            percent(m.macs_per_second, m.peak),
             m.peak_memory as f64 / 1e6
         );
     }
     let mut limits: Vec<(usize, f64, f64)> = all.iter().map(|m| (m.threads, m.bandwidth, m.peak)).collect();
     limits.dedup_by_key(|l| l.0);
     s += "\n";
-    for (threads, bandwidth, peak) in limits {
+    // Of a GPU, limits are not measured here.
+    for (threads, bandwidth, peak) in limits.into_iter().filter(|l| !l.1.is_nan()) {
         let (gb, gmac) = (bandwidth / 1e9, peak / 1e9);
         s += &format!(
             "This machine, {threads} thread{}: reads {gb:.1} GB/s, multiplies {gmac:.0} GMAC/s in int8 registers.\n",
@@ -180,6 +181,11 @@ fn markdown(name: &str, file: &ModelFile, all: &[Measured]) -> String {
         );
     }
     s + "Median of the repetitions ± their standard deviation; ppN: a prompt of N tokens, tgN: N tokens generated,\n@ dN: with N tokens in the cache, x N: N sequences at once (tokens of all). GMAC/s counts the linear layers.\nBandwidth and peak were measured in this run; no kernel reaches the peak, which loads and scales nothing.\n"
+}
+
+/// A share of a limit that was measured, or nothing.
+fn percent(of: f64, limit: f64) -> String {
+    if limit.is_nan() { String::new() } else { format!("{:.0}", 100.0 * of / limit) }
 }
 
 fn json(name: &str, file: &ModelFile, all: &[Measured]) -> serde_json::Value {
