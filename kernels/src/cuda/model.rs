@@ -77,8 +77,8 @@ pub(super) struct LayerWeights {
 impl Model {
     /// Bytes on the device, before anything is uploaded.
     pub fn bytes(file: &ModelFile, form: Form) -> usize {
-        let tensors = (0..file.tensors().len()).map(|i| file.view(i));
-        tensors.map(|view| if view.n == 1 { 4 * view.k } else { Weight::bytes(&view, form) }).sum()
+        let tensors = file.tensors().iter().enumerate().map(|(i, t)| (file.view(i), form_of(file, &t.name, form)));
+        tensors.map(|(view, form)| if view.n == 1 { 4 * view.k } else { Weight::bytes(&view, form) }).sum()
     }
 
     /// Uploads everything, in the order of the file's layers.
@@ -108,6 +108,15 @@ impl Model {
     }
 }
 
+/// The form of a matrix: tables of which rows are only looked up stay as the file has them.
+fn form_of(file: &ModelFile, name: &str, form: Form) -> Form {
+    match name {
+        "positions" => Form::F32,
+        "embed" if !file.spec().tied_head => Form::F32,
+        _ => form,
+    }
+}
+
 /// On the way up.
 struct Load<'a> {
     file: &'a Arc<ModelFile>,
@@ -121,7 +130,8 @@ impl Load<'_> {
     }
 
     fn matrix(&mut self, name: &str) -> Result<Weight, CudaError> {
-        Weight::upload(self.up, &self.file.view(self.index(name)), self.form)
+        let form = form_of(self.file, name, self.form);
+        Weight::upload(self.up, &self.file.view(self.index(name)), form)
     }
 
     fn values(&self, name: &str) -> Vec<f32> {
