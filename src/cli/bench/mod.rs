@@ -153,9 +153,9 @@ fn markdown(name: &str, file: &ModelFile, all: &[Measured]) -> String {
     s += "| threads | test | tokens/s | ± | GB/s of weights+KV | % of read bandwidth | GMAC/s | % of int8 peak | peak memory MB |\n";
     s += "|--:|:--|--:|--:|--:|--:|--:|--:|--:|\n";
     for m in all {
-        let read = m.bytes_per_second.map_or((String::new(), String::new()), |b| {
-            (format!("{:.1}", b / 1e9), percent(b, m.bandwidth))
-        });
+        let read = m
+            .bytes_per_second
+            .map_or((String::new(), String::new()), |b| (format!("{:.1}", b / 1e9), percent(b, m.bandwidth)));
         s += &format!(
             "| {} | {} | {:.1} | {:.1} | {} | {} | {:.1} | {} | {:.0} |\n",
             m.threads,

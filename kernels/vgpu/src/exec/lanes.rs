@@ -33,13 +33,11 @@ impl Default for Args {
 pub type Lanes = unsafe fn(&mut Warp, &Args, u32);
 
 /// Whether the functions for AVX2 and FMA may run here.
+#[cfg(target_arch = "x86_64")]
 pub fn wide_vectors() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("bmi2")
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    false
+    let vectors = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+    let bits = is_x86_feature_detected!("bmi1") && is_x86_feature_detected!("bmi2");
+    vectors && bits && is_x86_feature_detected!("popcnt") && is_x86_feature_detected!("lzcnt")
 }
 
 /// The version of a body (`fn(&mut Warp, &Args, u32)`, inlined) that this processor can run.

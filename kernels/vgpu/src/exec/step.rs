@@ -1,6 +1,8 @@
 //! The loop that runs a warp up to its next barrier or its end.
 
-use super::lanes::{Row, wide_vectors};
+use super::lanes::Row;
+#[cfg(target_arch = "x86_64")]
+use super::lanes::wide_vectors;
 use super::memory::{addresses, each};
 use super::{Cta, Ins, Op, Warp};
 use crate::check::{Fault, Kind};
