@@ -14,6 +14,7 @@ use crate::{
         golden::{Golden, distance, margin},
         model::{self, Run, Sequence, kept},
         program::{arg, command, quern, quern_on_gpu, virtual_gpu},
+        skip,
     },
 };
 
@@ -132,4 +133,24 @@ fn a_lost_device_is_told_to_clients() {
     let health = server.get("/health");
     assert_eq!(health.status, 503, "{health:?}");
     assert!(health.body.contains("cuGraphLaunch") || health.body.contains("failed"), "{health:?}");
+}
+
+/// A few tokens of the real model: those of the CPU, which follow transformers.
+#[test]
+fn a_real_model_on_the_gpu() {
+    let Some(source) = std::env::var_os("QUERN_SMOLLM2_GGUF") else {
+        return skip("cuda::a_real_model_on_the_gpu", "set QUERN_SMOLLM2_GGUF to the file that the demo fetches");
+    };
+    quern_vgpu::load().set("check", "fatal");
+    let scratch = Scratch::new("cuda-real");
+    let (_, file) = kept(Path::new(&source), &scratch);
+    // "The capital of France is".
+    let prompt = [vec![504, 3575, 282, 4649, 314]];
+    let tokens = |run| model::greedy(&file, run, &prompt, 3).remove(0).tokens;
+    assert_eq!(tokens(Run::GpuExact), tokens(Run::Exact));
+    let [gpu, cpu] = [Run::GpuDefault, Run::Exact].map(|run| model::logits(&file, run, &prompt[0]));
+    let (low, high) = cpu.iter().fold((f32::MAX, f32::MIN), |(a, b), &x| (a.min(x), b.max(x)));
+    let far = distance(&gpu, &cpu) / (high - low);
+    println!("SmolLM2 in f16 mode: {far:.2e} of the range");
+    assert!(far < DEFAULT_SHARE, "{far:e}");
 }
