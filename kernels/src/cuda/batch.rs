@@ -14,11 +14,10 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
-
 use super::{
-    Buffer, CudaError, Device, DevicePtr, Pinned,
+    Buffer, CudaError, Device, DevicePtr,
     kv::{BLOCK, NO_PLACE},
+    stage::Stages,
 };
 
 /// Tokens of a split, as in the source.
@@ -91,8 +90,7 @@ pub struct Batch {
     kinds: Vec<Shape>,
     /// (row, slot) pairs there is room for.
     slots: usize,
-    stages: [Stage; 2],
-    next: usize,
+    stages: Stages<u32>,
     words: Buffer<u32>,
     rows: usize,
     cut: Cut,
@@ -102,31 +100,6 @@ pub struct Batch {
     pub(super) states: Buffer<f32>,
     /// f32 `[rows][heads * head_dim]`.
     pub(super) attended: Buffer<f32>,
-}
-
-/// A copy on the host, and the event after which it may be written again.
-struct Stage {
-    words: Pinned<u32>,
-    copied: sys::CUevent,
-}
-
-// SAFETY: a handle of the driver.
-unsafe impl Send for Stage {}
-
-impl Stage {
-    fn new(device: &Arc<Device>, len: usize) -> Result<Stage, CudaError> {
-        let words = Pinned::new(device, len)?;
-        let copied = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
-            .map_err(|e| CudaError::call("cuEventCreate", e))?;
-        Ok(Stage { words, copied })
-    }
-}
-
-impl Drop for Stage {
-    fn drop(&mut self) {
-        // SAFETY: the event is this value's.
-        let _ = unsafe { result::event::destroy(self.copied) };
-    }
 }
 
 impl Batch {
@@ -148,8 +121,7 @@ impl Batch {
             device: device.clone(),
             kinds,
             slots,
-            stages: [Stage::new(device, len)?, Stage::new(device, len)?],
-            next: 0,
+            stages: Stages::new(device, len)?,
             words: Buffer::new(device, "a step's blocks", len)?,
             rows,
             cut: Cut::Narrow,
@@ -178,20 +150,10 @@ impl Batch {
             self.device.synchronize()?;
             // All or nothing: a failure leaves what was there.
             let words = Buffer::new(&self.device, "a step's blocks", len)?;
-            self.stages = [Stage::new(&self.device, len)?, Stage::new(&self.device, len)?];
+            self.stages = Stages::new(&self.device, len)?;
             self.words = words;
         }
-        let stage = &mut self.stages[self.next];
-        self.next = 1 - self.next;
-        self.device.bind()?;
-        // SAFETY: an event of this device; one that was never recorded is done.
-        unsafe { result::event::synchronize(stage.copied) }.map_err(|e| CudaError::call("cuEventSynchronize", e))?;
-        stage.words[..words.len()].copy_from_slice(&words);
-        // SAFETY: the stage is next changed after its event, which comes after this copy.
-        unsafe { self.words.write_async(0, &stage.words, words.len())? };
-        // SAFETY: event and stream are of this device.
-        unsafe { result::event::record(stage.copied, self.device.stream()) }
-            .map_err(|e| CudaError::call("cuEventRecord", e))?;
+        self.stages.send(&mut self.words, 0, words.len(), |to| to.copy_from_slice(&words))?;
         Ok(moved)
     }
 

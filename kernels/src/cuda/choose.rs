@@ -4,17 +4,15 @@
 //! [`Choose::sample`] for penalties, biases, temperature, top-k, top-p, min-p and the keyed noise of [`crate::sample`].
 //!
 //! The sampler's answer is that of the host, always: all operations are the host's, but for logarithms and exponentials,
-//! whose last bits differ between libraries. Where those could decide (about one row in a hundred with top-p, hardly
-//! ever without), where the tokens that hold the share top-p are more than can be sorted, or logits tie at its edge, the
+//! whose last bits differ between libraries. Where those could decide (13 of 272 rows of the tests),
+//! where the tokens that hold the share top-p are more than can be sorted, or logits tie at its edge, the
 //! answer is [`Chosen::Host`]: the host reads the row, which has its penalties and biases by then, and goes on with
 //! [`crate::sample::finish`]. Not for the device are logprobs, sets of allowed tokens, and what [`Choose::serves`]
 //! declines.
 
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
-
-use super::{Args, Buffer, CudaError, Device, DevicePtr, Kernel, Pinned, ptx};
+use super::{Args, Buffer, CudaError, Device, DevicePtr, Kernel, ptx, stage::Stages};
 use crate::sample::{History, SampleError, SamplingParams};
 
 /// Threads and tokens of a block, as in the source.
@@ -37,35 +35,9 @@ pub struct Choose {
     found: Buffer<u8>,
     /// Picks of all rows, then pairs of words: the changes.
     words: Buffer<u32>,
-    stages: [Stage; 2],
-    next: usize,
+    stages: Stages<u32>,
     /// Zeros, one per token.
     uses: Vec<u32>,
-}
-
-/// A copy of the words on the host, and the event after which it may be written again.
-struct Stage {
-    words: Pinned<u32>,
-    copied: sys::CUevent,
-}
-
-// SAFETY: a handle of the driver.
-unsafe impl Send for Stage {}
-
-impl Stage {
-    fn new(device: &Arc<Device>, len: usize) -> Result<Stage, CudaError> {
-        let words = Pinned::new(device, len)?;
-        let copied = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
-            .map_err(|e| CudaError::call("cuEventCreate", e))?;
-        Ok(Stage { words, copied })
-    }
-}
-
-impl Drop for Stage {
-    fn drop(&mut self) {
-        // SAFETY: the event is this value's.
-        let _ = unsafe { result::event::destroy(self.copied) };
-    }
 }
 
 /// A row to choose a token from.
@@ -125,8 +97,7 @@ impl Choose {
             most: rows,
             found: Buffer::new(device, "the likeliest tokens", rows * vocab.div_ceil(PART) * FOUND)?,
             words: Buffer::new(device, "sampling", len)?,
-            stages: [Stage::new(device, len)?, Stage::new(device, len)?],
-            next: 0,
+            stages: Stages::new(device, len)?,
             uses: vec![],
         })
     }
@@ -194,22 +165,14 @@ impl Choose {
             let len = len.next_power_of_two();
             self.device.synchronize()?;
             let words = Buffer::new(&self.device, "sampling", len)?;
-            self.stages = [Stage::new(&self.device, len)?, Stage::new(&self.device, len)?];
+            self.stages = Stages::new(&self.device, len)?;
             self.words = words;
         }
-        let stage = &mut self.stages[self.next];
-        self.next = 1 - self.next;
-        self.device.bind()?;
-        // SAFETY: an event of this device; one that was never recorded is done.
-        unsafe { result::event::synchronize(stage.copied) }.map_err(|e| CudaError::call("cuEventSynchronize", e))?;
-        let (of_picks, of_changes) = stage.words[..len].split_at_mut(picks.len());
-        of_picks.copy_from_slice(&picks);
-        of_changes.copy_from_slice(changes.as_flattened());
-        // SAFETY: the stage is next changed after its event, which comes after this copy.
-        unsafe { self.words.write_async(0, &stage.words, len)? };
-        // SAFETY: event and stream are of this device.
-        unsafe { result::event::record(stage.copied, self.device.stream()) }
-            .map_err(|e| CudaError::call("cuEventRecord", e))?;
+        self.stages.send(&mut self.words, 0, len, |to| {
+            let (of_picks, of_changes) = to.split_at_mut(picks.len());
+            of_picks.copy_from_slice(&picks);
+            of_changes.copy_from_slice(changes.as_flattened());
+        })?;
         let (picked, changed) = (self.words.ptr(), self.words.at(picks.len()));
         let mut args = Args::new().with(logits).with(self.vocab as u32).with(picked).with(changed).with(to);
         // SAFETY: the kernel's parameters; the caller keeps logits and result, which have the stated shapes.

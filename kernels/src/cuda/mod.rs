@@ -21,6 +21,7 @@ mod module;
 pub mod ops;
 pub mod peak;
 pub mod ptx;
+mod stage;
 mod upload;
 mod weight;
 
