@@ -122,17 +122,6 @@ pub enum Kv {
     Int8,
 }
 
-impl Kv {
-    /// As flags name it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Kv::F16 => "f16",
-            Kv::F32 => "f32",
-            Kv::Int8 => "int8",
-        }
-    }
-}
-
 impl From<Kv> for KvType {
     fn from(kv: Kv) -> KvType {
         match kv {

@@ -36,6 +36,15 @@ pub enum KvType {
 }
 
 impl KvType {
+    /// As flags name it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            KvType::F16 => "f16",
+            KvType::F32 => "f32",
+            KvType::Int8 => "int8",
+        }
+    }
+
     /// Bytes of one (block, head): keys and values of [`BLOCK`] tokens, `head_dim` elements each.
     pub const fn head_bytes(self, head_dim: usize) -> usize {
         match self {

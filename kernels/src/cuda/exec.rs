@@ -17,8 +17,8 @@ use super::{
     model::Model,
 };
 use crate::{
-    cpu::kv::{BLOCK, KvLayer, KvType},
-    exec::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan, Ticket, check},
+    cpu::kv::{BLOCK, KvType},
+    exec::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan, Ticket, check, kv_layers},
     sample::{History, SampleError, Sampled, finish, sample_allowed},
 };
 
@@ -353,24 +353,12 @@ impl Executor for CudaExecutor {
             Form::F16 => "f16",
             Form::F32 => "f32",
         };
-        let kv = match self.forward.kv().kind() {
-            KvType::F16 => "f16",
-            KvType::F32 => "f32",
-            KvType::Int8 => "int8",
-        };
+        let kv = self.forward.kv().kind().name();
         let info = self.device().info();
         let ((major, minor), name) = (info.capability, info.name.replace(',', " "));
         let device = format!("cuda:{} {name} {major}.{minor}, {} multiprocessors", info.ordinal, info.processors);
         format!("{acts} activations, {kv} KV, {device}")
     }
-}
-
-fn kv_layers(spec: &ModelSpec) -> Vec<KvLayer> {
-    let layer = |attn: &Attn| {
-        let Attn::Gqa { kv_heads, head_dim, .. } = *attn;
-        KvLayer { kv_heads, head_dim }
-    };
-    spec.layers.iter().map(|l| layer(&l.attn)).collect()
 }
 
 /// Widest row of queries, keys and values of a layer.

@@ -2,15 +2,15 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use quern_models::{ModelFile, ModelSpec, spec::Attn};
+use quern_models::{ModelFile, ModelSpec};
 
-use super::{ChunkOutput, ExecError, Executor, Plan, Ticket, check::check, forward::Forward};
+use super::{ChunkOutput, ExecError, Executor, Plan, Ticket, check::check, forward::Forward, kv_layers};
 use crate::{
     cores::default_threads,
     cpu::{
         acts::Mode,
         isa::Isa,
-        kv::{KvLayer, KvMemory, KvType},
+        kv::{KvMemory, KvType},
     },
     team::Team,
 };
@@ -107,12 +107,4 @@ impl Executor for CpuExecutor {
     fn describe(&self) -> String {
         self.forward.describe()
     }
-}
-
-fn kv_layers(spec: &ModelSpec) -> Vec<KvLayer> {
-    let layer = |attn: &Attn| {
-        let Attn::Gqa { kv_heads, head_dim, .. } = *attn;
-        KvLayer { kv_heads, head_dim }
-    };
-    spec.layers.iter().map(|l| layer(&l.attn)).collect()
 }

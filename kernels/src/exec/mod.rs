@@ -16,6 +16,7 @@ pub(crate) use check::check;
 pub use cpu::{CpuExecutor, CpuOptions};
 pub use device::{Activations, Device, DeviceMemory, ExecOptions, block_bytes, device_memory, open};
 
+use crate::cpu::kv::KvLayer;
 use quern_models::{ModelSpec, spec::Attn};
 
 use crate::sample::{SampleError, Sampled, SamplingParams};
@@ -192,4 +193,13 @@ pub(crate) fn passed(spec: &ModelSpec, pos: usize) -> usize {
         window.map_or(0, |w| (pos + 1).saturating_sub(w))
     };
     spec.layers.iter().map(|layer| first(&layer.attn)).min().unwrap_or(0)
+}
+
+/// Shapes of the cache of each layer.
+pub(crate) fn kv_layers(spec: &ModelSpec) -> Vec<KvLayer> {
+    let layer = |attn: &Attn| {
+        let Attn::Gqa { kv_heads, head_dim, .. } = *attn;
+        KvLayer { kv_heads, head_dim }
+    };
+    spec.layers.iter().map(|l| layer(&l.attn)).collect()
 }

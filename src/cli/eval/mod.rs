@@ -282,7 +282,7 @@ fn modes(args: &EvalArgs, device: Device, kv: Kv) -> Result<Vec<Numerics>, Box<d
         let name = match (activations, kv) {
             (exec::Activations::F32, Kv::F32) => "exact".to_string(),
             (a, Kv::F16) if a == usual => "default".to_string(),
-            (a, kv) => format!("{}, {} KV", a.name(), kv.name()),
+            (a, kv) => format!("{}, {} KV", a.name(), KvType::from(kv).name()),
         };
         return Ok(vec![(name, (Some(activations), kv.into()))]);
     }

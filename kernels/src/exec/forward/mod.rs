@@ -27,7 +27,7 @@ use crate::{
         attend,
         embed::embed_row,
         isa::Isa,
-        kv::{KvMemory, KvType},
+        kv::KvMemory,
         lanes::Simd,
         linear as kernel, ops,
     },
@@ -118,11 +118,7 @@ impl Forward {
             Mode::Int8 => "int8",
             Mode::F32 => "f32",
         };
-        let kv = match self.kv.kind() {
-            KvType::F16 => "f16",
-            KvType::F32 => "f32",
-            KvType::Int8 => "int8",
-        };
+        let kv = self.kv.kind().name();
         let (isa, threads) = (self.isa.name, self.team.threads());
         format!("{acts} activations, {kv} KV, {isa}, {threads} thread{}", if threads == 1 { "" } else { "s" })
     }
