@@ -171,6 +171,10 @@ impl Device {
         let done = f();
         // SAFETY: capture began above.
         let graph = unsafe { result::stream::end_capture(self.stream) };
+        if let (Err(_), Ok(graph)) = (&done, &graph) {
+            // SAFETY: nobody else has the handle.
+            let _ = unsafe { result::graph::destroy(*graph) };
+        }
         done?;
         let graph = graph.map_err(|e| CudaError::call("cuStreamEndCapture", e))?;
         let mut exec = std::ptr::null_mut();

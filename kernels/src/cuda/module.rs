@@ -48,7 +48,7 @@ impl Module {
         Ok(Module(module))
     }
 
-    /// A function, allowed as much dynamic shared memory as `shared` less what it has of its own.
+    /// A function; [`Kernel::allow_shared`] may raise its dynamic shared memory up to `shared` bytes.
     pub fn kernel(&self, name: &'static str, shared: usize) -> Result<Kernel, CudaError> {
         let function = CString::new(name).expect("a name");
         // SAFETY: the module is loaded.
