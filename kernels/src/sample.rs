@@ -10,10 +10,14 @@
 
 use std::cmp::Ordering;
 
+mod accept;
+mod distribution;
 mod noise;
 mod params;
 mod surveyed;
 
+pub use accept::{Draft, Verdict, matching, rejection};
+pub use distribution::Distribution;
 pub use noise::gumbel;
 pub(crate) use noise::philox16;
 pub use params::{SampleError, SamplingParams};
@@ -70,9 +74,7 @@ pub fn sample_allowed(
     logprobs: Option<usize>,
     allowed: Option<&[u32]>,
 ) -> Result<Sampled, SampleError> {
-    if let Some(token) = logits.iter().position(|&x| x == f32::INFINITY) {
-        return Err(SampleError::Infinite { token: token as u32 });
-    }
+    refuse_infinite(logits)?;
     let report = logprobs.map(|n| (log_sum_exp(logits), n));
     let (normalizer, top) = match report {
         Some((sum, n)) => (sum, likeliest(logits, n).into_iter().map(|c| (c.token, c.logit - sum)).collect()),
@@ -80,14 +82,9 @@ pub fn sample_allowed(
     };
     // The model's own logits are needed again for the choice, after they were overwritten.
     let original = report.map(|_| logits.to_vec());
-    if let Some(allowed) = allowed {
-        for (token, logit) in logits.iter_mut().enumerate() {
-            if allowed.get(token / 32).is_none_or(|word| word >> (token % 32) & 1 == 0) {
-                *logit = f32::NEG_INFINITY;
-            }
-        }
-    }
-    let token = choose(logits, params, history, position)?;
+    forbid(logits, allowed);
+    adjust(logits, params, history)?;
+    let token = choose_penalized(logits, params, position)?;
     Ok(Sampled { token, logprob: original.map(|l| l[token as usize] - normalizer), top })
 }
 
@@ -109,18 +106,32 @@ pub fn argmax(logits: &[f32]) -> Option<u32> {
     (best.logit > f32::NEG_INFINITY).then_some(best.token)
 }
 
-fn choose(
-    logits: &mut [f32],
-    params: &SamplingParams,
-    history: History<'_>,
-    position: u64,
-) -> Result<u32, SampleError> {
+/// A model never means an infinity.
+fn refuse_infinite(logits: &[f32]) -> Result<(), SampleError> {
+    match logits.iter().position(|&x| x == f32::INFINITY) {
+        Some(token) => Err(SampleError::Infinite { token: token as u32 }),
+        None => Ok(()),
+    }
+}
+
+/// Puts the tokens that are not in the set out of reach.
+fn forbid(logits: &mut [f32], allowed: Option<&[u32]>) {
+    let Some(allowed) = allowed else { return };
+    for (token, logit) in logits.iter_mut().enumerate() {
+        if allowed.get(token / 32).is_none_or(|word| word >> (token % 32) & 1 == 0) {
+            *logit = f32::NEG_INFINITY;
+        }
+    }
+}
+
+/// Penalties, then biases.
+fn adjust(logits: &mut [f32], params: &SamplingParams, history: History<'_>) -> Result<(), SampleError> {
     penalize(logits, params, history, &mut Vec::new(), |_| ());
     for &(token, bias) in &params.logit_bias {
         let vocab = logits.len();
         *logits.get_mut(token as usize).ok_or(SampleError::BiasToken { token, vocab })? += bias;
     }
-    choose_penalized(logits, params, position)
+    Ok(())
 }
 
 /// What is left to do for a row whose logits have their penalties and biases: [`sample`] from there on.
@@ -130,26 +141,46 @@ pub fn finish(logits: &mut [f32], params: &SamplingParams, position: u64) -> Res
 
 /// What follows penalties and bias.
 fn choose_penalized(logits: &mut [f32], params: &SamplingParams, position: u64) -> Result<u32, SampleError> {
-    let best =
-        argmax(logits).ok_or_else(|| SampleError::NothingToChoose { vocab: logits.len(), nans: nans(logits) })?;
-    let max = logits[best as usize];
-    // Only a bias makes a logit infinite here; it has all the probability.
-    if params.is_greedy() || max == f32::INFINITY {
-        return Ok(best);
+    Ok(match Reach::of(logits, params)? {
+        Reach::One(token) => token,
+        Reach::All(scaled) => noise::draw(scaled.all(logits), params.seed, position),
+        Reach::Kept(scaled, kept) => scaled.draw(kept, params, position),
+    })
+}
+
+/// The tokens that can be drawn from a row.
+enum Reach {
+    /// The likeliest, whatever the noise.
+    One(u32),
+    /// Those of the whole row, scaled by now, that are not below the floor.
+    All(Scaled),
+    /// Those of these, in any order, that are not below the floor.
+    Kept(Scaled, Vec<Candidate>),
+}
+
+impl Reach {
+    /// Of a row that has its penalties and biases: temperature, top-k, top-p. The row is scaled unless one token is
+    /// certain.
+    fn of(logits: &mut [f32], params: &SamplingParams) -> Result<Reach, SampleError> {
+        let best =
+            argmax(logits).ok_or_else(|| SampleError::NothingToChoose { vocab: logits.len(), nans: nans(logits) })?;
+        let max = logits[best as usize];
+        // Only a bias makes a logit infinite here; it has all the probability.
+        if params.is_greedy() || max == f32::INFINITY {
+            return Ok(Reach::One(best));
+        }
+        let scaled = Scaled::new(max, params);
+        for logit in logits.iter_mut() {
+            *logit = scaled.of(*logit);
+        }
+        let vocab = logits.len();
+        let top_k = params.top_k_of(vocab);
+        if top_k == vocab && params.top_p >= 1.0 {
+            return Ok(Reach::All(scaled));
+        }
+        let kept = if params.top_p >= 1.0 { likeliest(logits, top_k) } else { nucleus(logits, top_k, params.top_p) };
+        Ok(Reach::Kept(scaled, kept))
     }
-    let scaled = Scaled::new(max, params);
-    for logit in logits.iter_mut() {
-        *logit = scaled.of(*logit);
-    }
-    let vocab = logits.len();
-    let top_k = params.top_k_of(vocab);
-    if top_k == vocab && params.top_p >= 1.0 {
-        let all = logits.iter().enumerate().filter(|&(_, &logit)| logit >= scaled.floor);
-        let all = all.map(|(token, &logit)| Candidate { token: token as u32, logit });
-        return Ok(noise::draw(all, params.seed, position));
-    }
-    let kept = if params.top_p >= 1.0 { likeliest(logits, top_k) } else { nucleus(logits, top_k, params.top_p) };
-    Ok(scaled.draw(kept, params, position))
 }
 
 /// Logits relative to the largest, so that a tiny temperature cannot overflow, over the temperature.
@@ -171,10 +202,21 @@ impl Scaled {
         if logit.is_nan() { f32::NEG_INFINITY } else { (logit - self.max) * self.scale }
     }
 
+    /// The candidates of a scaled row.
+    fn all(self, logits: &[f32]) -> impl Iterator<Item = Candidate> {
+        let all = logits.iter().enumerate().map(|(token, &logit)| Candidate { token: token as u32, logit });
+        all.filter(move |c| c.logit >= self.floor)
+    }
+
+    /// Those of scaled candidates that are not below the floor.
+    fn likely(self, kept: Vec<Candidate>) -> impl Iterator<Item = Candidate> {
+        kept.into_iter().filter(move |c| c.logit >= self.floor)
+    }
+
     /// Draws from scaled candidates.
     fn draw(self, kept: Vec<Candidate>, params: &SamplingParams, position: u64) -> u32 {
         let mut draw = noise::Draw::new(params.seed, position);
-        kept.into_iter().filter(|c| c.logit >= self.floor).for_each(|c| draw.offer_single(c));
+        self.likely(kept).for_each(|c| draw.offer_single(c));
         draw.token()
     }
 }

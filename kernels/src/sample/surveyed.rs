@@ -303,14 +303,14 @@ const DRAWS: usize = 32;
 const TOLERANCE: f64 = 4e-5;
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::{super::sample, *};
 
     /// A small generator: the tests need variety, not quality.
-    struct Dice(u64);
+    pub struct Dice(pub u64);
 
     impl Dice {
-        fn roll(&mut self, below: usize) -> usize {
+        pub fn roll(&mut self, below: usize) -> usize {
             self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (self.0 >> 33) as usize % below
         }
@@ -319,13 +319,13 @@ mod tests {
             (0..6).map(|_| self.roll(1 << 20) as f32 / (1 << 20) as f32 - 0.5).sum()
         }
 
-        fn of<T: Clone>(&mut self, choices: &[T]) -> T {
+        pub fn of<T: Clone>(&mut self, choices: &[T]) -> T {
             choices[self.roll(choices.len())].clone()
         }
     }
 
     /// Logits as models give them, and as no model should.
-    fn row(dice: &mut Dice) -> Vec<f32> {
+    pub fn row(dice: &mut Dice) -> Vec<f32> {
         let len = dice.of(&[1, 2, 63, 64, 65, 300, 1000, 5000, 9000]);
         let size = dice.of(&[0.0, 0.1, 1.0, 3.0, 8.0, 1e4, 1e37]);
         let shift = dice.of(&[0.0, -20.0, 500.0]);
@@ -342,7 +342,7 @@ mod tests {
         row
     }
 
-    fn params(dice: &mut Dice, vocab: usize) -> SamplingParams {
+    pub fn params(dice: &mut Dice, vocab: usize) -> SamplingParams {
         let mut p = SamplingParams {
             temperature: dice.of(&[0.0, 1.0, 1.0, 0.8, 0.1, 2e-5, 30.0]),
             top_k: dice.of(&[0, 0, 1, 2, 5, 40, 64, 1000]),
