@@ -69,8 +69,9 @@ pub enum CudaError {
     },
     /// A model that does not fit.
     #[error(
-        "the model needs {} bytes of device memory: {weights} weights, {cache} cache, {scratch} scratch; {free} of {total} are free: {advice}",
-        weights + cache + scratch, advice = MEMORY_ADVICE
+        "the model needs {} bytes of device memory: {weights} weights, {cache} cache, {scratch} scratch; {free} of {total} are free: {fitting}{advice}",
+        weights + cache + scratch, fitting = layers.map_or(String::new(), |n| format!("--gpu-layers {n} would fit; or ")),
+        advice = MEMORY_ADVICE
     )]
     Plan {
         /// Bytes of weights.
@@ -83,6 +84,8 @@ pub enum CudaError {
         free: usize,
         /// Bytes of the device.
         total: usize,
+        /// Layers that would fit, where it is a matter of layers.
+        layers: Option<usize>,
     },
     /// The driver refuses the kernels.
     #[error("the driver refuses the kernels of `{module}`: {name} ({text}){}", if log.is_empty() { String::new() } else { format!("\n{log}") })]

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     cpu::kv::{BLOCK, KvType},
-    exec::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan, Ticket, check, kv_layers},
+    exec::{Chunk, ChunkOutput, CpuExecutor, ExecError, Executor, Output, Plan, Ticket, check, kv_layers},
     sample::{History, SampleError, Sampled, finish, sample_allowed},
 };
 
@@ -43,7 +43,7 @@ pub const MOST_ROWS: usize = 512;
 /// Most rows whose logits are in memory at once.
 pub const HEAD_ROWS: usize = 64;
 
-/// A model on a device.
+/// A model on a device, or its last layers.
 pub struct CudaExecutor {
     forward: Forward,
     ready: BTreeMap<u64, Vec<ChunkOutput>>,
@@ -62,13 +62,22 @@ pub struct CudaPlan {
 }
 
 impl CudaPlan {
-    /// What [`CudaExecutor::new`] will allocate.
-    pub fn of(file: &ModelFile, options: &CudaOptions) -> CudaPlan {
+    /// What an executor of the layers from `first` on will allocate.
+    pub fn of(file: &ModelFile, options: &CudaOptions, first: usize) -> CudaPlan {
+        let form = options.form;
+        let tensors = Model::tensors(file, first).count();
         CudaPlan {
-            weights: Model::bytes(file, options.form),
-            cache: CudaExecutor::block_bytes(file.spec(), options.kv).saturating_mul(options.blocks),
-            scratch: Forward::scratch(file, options.form, rows_of(options)) + file.tensors().len() * ROUNDING + OTHER,
+            weights: Model::bytes(file, form, first),
+            cache: CudaExecutor::block_bytes(file.spec(), options.kv, first).saturating_mul(options.blocks),
+            scratch: Forward::scratch(file, form, first, rows_of(options)) + tensors * ROUNDING + OTHER,
         }
+    }
+
+    /// Most layers, fewer than those from `first` on and at least one, that fit into so many bytes.
+    pub fn fitting(file: &ModelFile, options: &CudaOptions, first: usize, bytes: usize) -> Option<usize> {
+        let layers = file.spec().layers.len();
+        let fits = |&first: &usize| CudaPlan::of(file, options, first).total() <= bytes;
+        (first + 1..layers).find(fits).map(|first| layers - first)
     }
 
     /// All parts.
@@ -94,24 +103,35 @@ impl CudaExecutor {
         options: CudaOptions,
         progress: Box<dyn FnMut(usize)>,
     ) -> Result<CudaExecutor, CudaError> {
+        CudaExecutor::last(file, options, 0, progress)
+    }
+
+    /// The same of the layers from `first` on and the head. If that is not all, only [`CudaExecutor::step`] can compute.
+    pub(crate) fn last(
+        file: Arc<ModelFile>,
+        options: CudaOptions,
+        first: usize,
+        progress: Box<dyn FnMut(usize)>,
+    ) -> Result<CudaExecutor, CudaError> {
         let device = Device::open(options.ordinal)?;
-        let plan = CudaPlan::of(&file, &options);
+        let plan = CudaPlan::of(&file, &options, first);
         let (free, total) = device.memory()?;
         if plan.total() > free {
             let CudaPlan { weights, cache, scratch } = plan;
-            return Err(CudaError::Plan { weights, cache, scratch, free, total });
+            let layers = CudaPlan::fitting(&file, &options, first, free);
+            return Err(CudaError::Plan { weights, cache, scratch, free, total, layers });
         }
         let mut upload = Upload::new(&device, progress)?;
-        let model = Model::upload(&file, options.form, &mut upload)?;
+        let model = Model::upload(&file, options.form, first, &mut upload)?;
         drop(upload);
-        let kv = KvPool::new(&device, &kv_layers(file.spec()), options.blocks, options.kv)?;
+        let kv = KvPool::new(&device, &kv_layers(file.spec())[first..], options.blocks, options.kv)?;
         let forward = Forward::new(device, file, model, kv, options.form, rows_of(&options))?;
         Ok(CudaExecutor { forward, ready: BTreeMap::new(), next: 0 })
     }
 
-    /// Bytes of one KV block of a model.
-    pub fn block_bytes(spec: &ModelSpec, kv: KvType) -> usize {
-        KvPool::block_bytes(&kv_layers(spec), kv)
+    /// Bytes of one KV block of a model's layers from `first` on.
+    pub fn block_bytes(spec: &ModelSpec, kv: KvType, first: usize) -> usize {
+        KvPool::block_bytes(&kv_layers(spec)[first..], kv)
     }
 
     /// The device.
@@ -119,12 +139,19 @@ impl CudaExecutor {
         self.forward.device()
     }
 
-    fn step(&mut self, plan: &Plan) -> Result<Vec<ChunkOutput>, CudaError> {
+    /// Computes a checked plan. `before` has the layers in front of those here; it computes a pass while the device is
+    /// busy with the one before.
+    pub(crate) fn step(
+        &mut self,
+        plan: &Plan,
+        mut before: Option<&mut CpuExecutor>,
+    ) -> Result<Vec<ChunkOutput>, CudaError> {
         let mut got: Vec<Got> = plan.chunks.iter().map(|c| Got::new(&c.output)).collect();
         for pass in passes(plan, self.forward.rows()) {
             let (states, rows) = wanted(plan, &pass);
             let numbers: Vec<u32> = states.iter().chain(&rows).map(|w| w.row).collect();
-            self.forward.layers(plan, &pass, &numbers)?;
+            let stream = before.as_mut().map(|cpu| cpu.run(&plan_of(plan, &pass)));
+            self.forward.layers(plan, &pass, &numbers, stream)?;
             self.states(&states, &mut got)?;
             self.head(plan, states.len(), &rows, &mut got)?;
         }
@@ -296,6 +323,16 @@ pub(super) struct Part {
     pub tokens: Range<usize>,
 }
 
+/// A pass as a plan of its own that wants nothing back.
+fn plan_of<'a>(plan: &Plan<'a>, pass: &[Part]) -> Plan<'a> {
+    let chunk = |part: &Part| {
+        let Chunk { tokens, start, blocks, .. } = plan.chunks[part.chunk];
+        let (tokens, start) = (&tokens[part.tokens.clone()], start + part.tokens.start);
+        Chunk { tokens, start, blocks, output: Output::None }
+    };
+    Plan { chunks: pass.iter().map(chunk).collect() }
+}
+
 /// Cuts a plan into passes of at most `rows` rows, in order.
 fn passes(plan: &Plan, rows: usize) -> Vec<Vec<Part>> {
     let mut all: Vec<Vec<Part>> = vec![];
@@ -318,7 +355,7 @@ fn passes(plan: &Plan, rows: usize) -> Vec<Vec<Part>> {
 impl Executor for CudaExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         check(plan, self.forward.spec(), self.blocks())?;
-        let outputs = self.step(plan)?;
+        let outputs = self.step(plan, None)?;
         self.next += 1;
         self.ready.insert(self.next, outputs);
         Ok(Ticket::new(self.next))

@@ -1,4 +1,5 @@
-//! One pass of a decoder on the device: embedding, layers, head.
+//! One pass of a decoder on the device: embedding, layers, head; or the last layers and the head, behind layers that
+//! are computed elsewhere.
 //!
 //! What differs from pass to pass (tokens, positions, places in the cache, angles) goes up in one copy; everything after
 //! it is launches on one stream, in an order and with shapes that depend on the number of rows and on how attention's
@@ -8,7 +9,7 @@ use std::{collections::HashMap, ops::Range, sync::Arc};
 
 use quern_models::{
     ModelFile, ModelSpec,
-    spec::{Attn, Mlp},
+    spec::{Attn, Layer, Mlp},
 };
 
 use super::{
@@ -29,7 +30,7 @@ use crate::{
     sample::Need,
 };
 
-/// A model on its device, its cache and the buffers of a pass.
+/// A model on its device, or its last layers, their cache and the buffers of a pass.
 pub(super) struct Forward {
     device: Arc<Device>,
     file: Arc<ModelFile>,
@@ -63,6 +64,8 @@ struct Buffers {
     batch: Batch,
     /// Residual stream, `[m][hidden]`.
     x: Buffer<f32>,
+    /// What comes from layers before, if they are elsewhere: `[rows][hidden]`.
+    x_host: Option<Pinned<f32>>,
     /// Queries, keys, values side by side, `[m][q + 2 kv]`.
     qkv: Buffer<f32>,
     /// Gate and up side by side, `[m][2 inner]`, or up.
@@ -89,8 +92,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(file: &ModelFile, rows: usize, widths: [usize; 3], angles: usize) -> Sizes {
-        let spec = file.spec();
+    fn of(layers: &[Layer], rows: usize, widths: [usize; 3], angles: usize) -> Sizes {
         let row = |attn: &Attn| {
             let (q, kv) = self::widths(attn);
             q + 2 * kv
@@ -100,8 +102,8 @@ impl Sizes {
             Mlp::Plain { inner, .. } => inner,
         };
         Sizes {
-            qkv: rows * spec.layers.iter().map(|l| row(&l.attn)).max().unwrap_or(0),
-            up: rows * spec.layers.iter().map(|l| up(&l.mlp)).max().unwrap_or(0),
+            qkv: rows * layers.iter().map(|l| row(&l.attn)).max().unwrap_or(0),
+            up: rows * layers.iter().map(|l| up(&l.mlp)).max().unwrap_or(0),
             angles: rows * angles,
             widths,
         }
@@ -117,9 +119,9 @@ impl Forward {
         form: Form,
         rows: usize,
     ) -> Result<Forward, CudaError> {
-        let spec = file.spec();
+        let (spec, first) = (file.spec(), model.first);
         let both = |a: &Angles| 2 * a.pairs();
-        let sizes = Sizes::of(&file, rows, model.widths(), model.angles.iter().map(both).sum());
+        let sizes = Sizes::of(&spec.layers[first..], rows, model.widths(), model.angles.iter().map(both).sum());
         let [hidden, attended, inner] = sizes.widths;
         let what = "buffers of a step";
         let new = |len: usize| Buffer::<f32>::new(&device, what, len);
@@ -128,8 +130,9 @@ impl Forward {
             numbers_host: Pinned::new(&device, 3 * rows)?,
             angles: new(sizes.angles)?,
             angles_host: Pinned::new(&device, sizes.angles)?,
-            batch: Batch::new(&device, &shapes(spec), rows)?,
+            batch: Batch::new(&device, &shapes(&spec.layers[first..]), rows)?,
             x: new(rows * spec.hidden)?,
+            x_host: (first > 0).then(|| Pinned::new(&device, rows * spec.hidden)).transpose()?,
             qkv: new(sizes.qkv)?,
             up: new(sizes.up)?,
             hidden: Acts::new(&device, form, rows, hidden)?,
@@ -148,7 +151,7 @@ impl Forward {
         for group in layers.collect::<Vec<_>>() {
             linear.reserve(&group, rows)?;
         }
-        linear.reserve(&[model.head.as_ref().unwrap_or(&model.embed)], HEAD_ROWS)?;
+        linear.reserve(&[model.head()], HEAD_ROWS)?;
         Ok(Forward {
             linear,
             ops: Ops::new(&device)?,
@@ -165,23 +168,25 @@ impl Forward {
         })
     }
 
-    /// Bytes of the buffers that [`Forward::new`] allocates, and of those that uploading needs for a while, from above.
-    pub fn scratch(file: &ModelFile, form: Form, rows: usize) -> usize {
+    /// Bytes of the buffers that [`Forward::new`] allocates for the layers from `first` on, and of those that uploading
+    /// needs for a while, from above.
+    pub fn scratch(file: &ModelFile, form: Form, first: usize, rows: usize) -> usize {
         let spec = file.spec();
+        let layers = &spec.layers[first..];
         let wide = |k: usize| k.next_multiple_of(256);
-        let q = spec.layers.iter().map(|l| self::widths(&l.attn).0).max().unwrap_or(0);
-        let inner = spec.layers.iter().map(|l| l.mlp.inner()).max().unwrap_or(0);
-        let half = spec.layers.iter().map(|l| {
+        let q = layers.iter().map(|l| self::widths(&l.attn).0).max().unwrap_or(0);
+        let inner = layers.iter().map(|l| l.mlp.inner()).max().unwrap_or(0);
+        let half = layers.iter().map(|l| {
             let Attn::Gqa { head_dim, .. } = l.attn;
             head_dim
         });
         let widths = [wide(spec.hidden), wide(q), wide(inner)];
-        let sizes = Sizes::of(file, rows, widths, half.max().unwrap_or(0));
+        let sizes = Sizes::of(layers, rows, widths, half.max().unwrap_or(0));
         let floats = sizes.qkv + sizes.up + sizes.angles + rows * spec.hidden + HEAD_ROWS * (spec.vocab + spec.hidden);
         let acts: usize = widths.iter().map(|&w| Acts::bytes(form, rows, w)).sum();
         // Partial sums, of a device with as many multiprocessors as any has; floats that are converted on their way up.
         let fixed = 4 * (rows * MOST_PARTIALS + 4 * rows + HEAD_ROWS) + (48 << 20);
-        4 * floats + acts + Acts::bytes(form, HEAD_ROWS, widths[0]) + Batch::bytes(&shapes(spec), rows) + fixed
+        4 * floats + acts + Acts::bytes(form, HEAD_ROWS, widths[0]) + Batch::bytes(&shapes(layers), rows) + fixed
     }
 
     pub fn spec(&self) -> &ModelSpec {
@@ -210,9 +215,16 @@ impl Forward {
     }
 
     /// Runs the rows of a pass through all layers; they stay in the residual stream. `wanted` are those that
-    /// [`Forward::normed`] and [`Forward::head`] will be asked for.
-    pub fn layers(&mut self, plan: &Plan, pass: &[Part], wanted: &[u32]) -> Result<(), CudaError> {
-        let m = self.upload(plan, pass, wanted)?;
+    /// [`Forward::normed`] and [`Forward::head`] will be asked for; `states` the residual stream, `[m][hidden]`, where
+    /// the layers here are not the first. Returns before the device is done.
+    pub fn layers(
+        &mut self,
+        plan: &Plan,
+        pass: &[Part],
+        wanted: &[u32],
+        states: Option<&[f32]>,
+    ) -> Result<(), CudaError> {
+        let m = self.upload(plan, pass, wanted, states)?;
         if pass.iter().any(|part| part.tokens.len() > 1) {
             return self.launch(m);
         }
@@ -240,7 +252,13 @@ impl Forward {
     }
 
     /// Sends what the pass is to the device; returns its rows.
-    fn upload(&mut self, plan: &Plan, pass: &[Part], wanted: &[u32]) -> Result<usize, CudaError> {
+    fn upload(
+        &mut self,
+        plan: &Plan,
+        pass: &[Part],
+        wanted: &[u32],
+        states: Option<&[f32]>,
+    ) -> Result<usize, CudaError> {
         // The pinned copies of the last pass may still be on their way.
         self.device.synchronize()?;
         let rows = self.rows;
@@ -272,6 +290,16 @@ impl Forward {
         }
         // SAFETY: as above.
         unsafe { self.bufs.angles.write_async(0, &self.bufs.angles_host, at)? };
+        match (&mut self.bufs.x_host, states) {
+            (Some(pinned), Some(states)) => {
+                assert_eq!(states.len(), m * self.file.spec().hidden, "residual stream of {m} rows");
+                pinned[..states.len()].copy_from_slice(states);
+                // SAFETY: as above.
+                unsafe { self.bufs.x.write_async(0, pinned, states.len())? };
+            }
+            (None, None) => {}
+            _ => panic!("layers from {} on, residual stream from elsewhere: {}", self.model.first, states.is_some()),
+        }
         if self.bufs.batch.set(&chunks, m)? {
             self.graphs.clear();
         }
@@ -283,9 +311,11 @@ impl Forward {
         let Forward { model, kv, linear, ops, attend, bufs, rows, file, .. } = self;
         let (spec, rows) = (file.spec(), *rows);
         let hidden = spec.hidden;
-        let (tokens, positions) = (bufs.numbers.at(0), bufs.numbers.at(rows));
-        let table = model.positions.as_ref().map(|w| (w, positions));
-        linear.embed(&model.embed, tokens, table, bufs.x.ptr(), m)?;
+        if let (0, Some(embed)) = (model.first, &model.embed) {
+            let (tokens, positions) = (bufs.numbers.at(0), bufs.numbers.at(rows));
+            let table = model.positions.as_ref().map(|w| (w, positions));
+            linear.embed(embed, tokens, table, bufs.x.ptr(), m)?;
+        }
         let residual = |bias: &Option<Buffer<f32>>| Output::Add {
             to: bufs.x.ptr(),
             stride: hidden,
@@ -298,7 +328,7 @@ impl Forward {
             ropes.push((bufs.angles.at(at), bufs.angles.at(at + room)));
             at += 2 * room;
         }
-        for (i, (layer, shape)) in model.layers.iter().zip(&spec.layers).enumerate() {
+        for (i, (layer, shape)) in model.layers.iter().zip(&spec.layers[model.first..]).enumerate() {
             let Attn::Gqa { heads, scale, window, .. } = shape.attn;
             let (q, kv_width) = widths(&shape.attn);
             let stride = q + 2 * kv_width;
@@ -347,9 +377,8 @@ impl Forward {
         let from = self.wanted(&rows);
         let (vocab, hidden, m) = (self.spec().vocab, self.spec().hidden, rows.len());
         norm(&self.ops, &self.model.norm, self.bufs.x.ptr(), Some(from), &self.bufs.last, hidden, m)?;
-        let head = self.model.head.as_ref().unwrap_or(&self.model.embed);
         let to = self.bufs.logits.ptr();
-        self.linear.run(&[head], &self.bufs.last, m, Output::Store { to, stride: vocab, bias: None })
+        self.linear.run(&[self.model.head()], &self.bufs.last, m, Output::Store { to, stride: vocab, bias: None })
     }
 
     /// Tokens of rows of the last call of [`Forward::head`], as [`choose::chosen`](super::choose::chosen) understands
@@ -398,10 +427,10 @@ fn norm(
 }
 
 /// What attention of each layer looks like.
-fn shapes(spec: &ModelSpec) -> Vec<Shape> {
+fn shapes(layers: &[Layer]) -> Vec<Shape> {
     let shape = |attn: &Attn| {
         let Attn::Gqa { heads, kv_heads, head_dim, window, .. } = *attn;
         Shape { heads, kv_heads, head_dim, window }
     };
-    spec.layers.iter().map(|l| shape(&l.attn)).collect()
+    layers.iter().map(|l| shape(&l.attn)).collect()
 }

@@ -38,6 +38,11 @@ pub use module::{Args, Kernel, Ptx};
 pub use upload::Upload;
 pub use weight::Weight;
 
+/// Tensors of the file that go to a device which has the layers from `first` on.
+pub(crate) fn tensors(file: &quern_models::ModelFile, first: usize) -> impl Iterator<Item = usize> {
+    model::Model::tensors(file, first)
+}
+
 /// Oldest CUDA version a driver may speak, as `1000 * major + 10 * minor`: that of the PTX (ISA 8.0).
 pub const DRIVER_VERSION: i32 = 12000;
 

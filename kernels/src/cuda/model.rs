@@ -15,10 +15,12 @@ use super::{
 };
 use crate::exec::Angles;
 
-/// Everything a step reads besides the cache.
+/// Everything a step reads besides the cache, of the layers from `first` on.
 pub(super) struct Model {
+    pub first: usize,
     pub layers: Vec<LayerWeights>,
-    pub embed: Weight,
+    /// There where it is read: as a table in front of layer 0, or as the head.
+    pub embed: Option<Weight>,
     pub positions: Option<Weight>,
     pub norm: Input,
     /// `None`: the embedding is the head.
@@ -75,37 +77,61 @@ pub(super) struct LayerWeights {
 }
 
 impl Model {
+    /// Tensors of the file that the layers from `first` on, and what is behind them, read; what is in front of layer 0
+    /// belongs to it.
+    pub fn tensors(file: &ModelFile, first: usize) -> impl Iterator<Item = usize> {
+        let here = move |name: &str| match name {
+            "embed" => first == 0 || file.spec().tied_head,
+            "positions" => first == 0,
+            _ => layer_of(name).is_none_or(|layer| layer >= first),
+        };
+        file.tensors().iter().enumerate().filter(move |(_, t)| here(&t.name)).map(|(i, _)| i)
+    }
+
     /// Bytes on the device, before anything is uploaded.
-    pub fn bytes(file: &ModelFile, form: Form) -> usize {
-        let tensors = file.tensors().iter().enumerate().map(|(i, t)| (file.view(i), form_of(file, &t.name, form)));
-        tensors.map(|(view, form)| if view.n == 1 { 4 * view.k } else { Weight::bytes(&view, form) }).sum()
+    pub fn bytes(file: &ModelFile, form: Form, first: usize) -> usize {
+        let bytes = |i: usize| {
+            let view = file.view(i);
+            let form = form_of(file, &file.tensors()[i].name, form);
+            if view.n == 1 { 4 * view.k } else { Weight::bytes(&view, form) }
+        };
+        Model::tensors(file, first).map(bytes).sum()
     }
 
     /// Uploads everything, in the order of the file's layers.
-    pub fn upload(file: &Arc<ModelFile>, form: Form, up: &mut Upload) -> Result<Model, CudaError> {
+    pub fn upload(file: &Arc<ModelFile>, form: Form, first: usize, up: &mut Upload) -> Result<Model, CudaError> {
         let spec = file.spec();
         let mut load = Load { file, form, up };
-        let embed = load.matrix("embed")?;
-        let positions = spec.positions.map(|_| load.matrix("positions")).transpose()?;
+        let embed = (first == 0 || spec.tied_head).then(|| load.matrix("embed")).transpose()?;
+        let positions = spec.positions.filter(|_| first == 0).map(|_| load.matrix("positions")).transpose()?;
         let mut angles = vec![];
-        let layers = spec.layers.iter().enumerate().map(|(i, layer)| load.layer(i, layer, &mut angles));
+        let layers = spec.layers.iter().enumerate().skip(first).map(|(i, layer)| load.layer(i, layer, &mut angles));
         let layers = layers.collect::<Result<_, _>>()?;
         let norm = load.input("norm", &spec.norm, spec.head_order.then(|| "head_order".into()))?;
         let head = (!spec.tied_head).then(|| load.matrix("head")).transpose()?;
-        Ok(Model { layers, embed, positions, norm, head, angles })
+        Ok(Model { first, layers, embed, positions, norm, head, angles })
+    }
+
+    /// What logits are computed with.
+    pub fn head(&self) -> &Weight {
+        self.head.as_ref().or(self.embed.as_ref()).expect("a head of its own, or the embedding is there")
     }
 
     /// The largest padded width of all linear inputs that are as wide as the residual stream, as attention's output,
     /// and as the MLP's inside.
     pub fn widths(&self) -> [usize; 3] {
-        let head = self.head.as_ref().unwrap_or(&self.embed);
-        let hidden = self.layers.iter().flat_map(|l| l.qkv.iter().chain(&l.gate).chain([&l.up])).chain([head]);
+        let hidden = self.layers.iter().flat_map(|l| l.qkv.iter().chain(&l.gate).chain([&l.up])).chain([self.head()]);
         [
             hidden.map(|w| w.k_pad).max().unwrap_or(0),
             self.layers.iter().map(|l| l.o.k_pad).max().unwrap_or(0),
             self.layers.iter().map(|l| l.down.k_pad).max().unwrap_or(0),
         ]
     }
+}
+
+/// The layer that a tensor is part of.
+fn layer_of(name: &str) -> Option<usize> {
+    name.strip_prefix("layers.")?.split('.').next()?.parse().ok()
 }
 
 /// The form of a matrix: tables of which rows are only looked up stay as the file has them.

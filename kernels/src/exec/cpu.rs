@@ -39,11 +39,16 @@ pub struct CpuExecutor {
 impl CpuExecutor {
     /// Prepares buffers; weights stay in the mapped file.
     pub fn new(file: Arc<ModelFile>, options: CpuOptions) -> Result<CpuExecutor, ExecError> {
-        let spec = file.spec();
-        let layers = kv_layers(spec);
-        let bytes = KvMemory::block_bytes(&layers, options.kv).saturating_mul(options.blocks);
+        let layers = file.spec().layers.len();
+        CpuExecutor::first(file, options, layers)
+    }
+
+    /// The same of the embedding and the first layers, for [`CpuExecutor::run`]; all else needs all layers.
+    pub(super) fn first(file: Arc<ModelFile>, options: CpuOptions, layers: usize) -> Result<CpuExecutor, ExecError> {
+        let layers = &kv_layers(file.spec())[..layers];
+        let bytes = KvMemory::block_bytes(layers, options.kv).saturating_mul(options.blocks);
         let memory = ExecError::Memory { bytes, blocks: options.blocks };
-        let kv = KvMemory::new(&layers, options.blocks, options.kv).ok_or(memory)?;
+        let kv = KvMemory::new(layers, options.blocks, options.kv).ok_or(memory)?;
         let threads = match options.threads {
             0 => default_threads(),
             n => n,
@@ -56,6 +61,11 @@ impl CpuExecutor {
     /// Bytes of one KV block of a model.
     pub fn block_bytes(spec: &ModelSpec, kv: KvType) -> usize {
         KvMemory::block_bytes(&kv_layers(spec), kv)
+    }
+
+    /// The residual stream of a checked plan's rows behind the layers that there are, `[rows][hidden]`.
+    pub(crate) fn run(&mut self, plan: &Plan) -> &[f32] {
+        self.forward.run(plan)
     }
 
     /// Parallel regions run so far; a region costs a synchronisation of all threads.

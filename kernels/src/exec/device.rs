@@ -4,9 +4,12 @@ use std::{fmt, str::FromStr, sync::Arc};
 
 use quern_models::{ModelFile, ModelSpec};
 
-use super::{CpuExecutor, CpuOptions, ExecError, Executor};
+use super::{CpuExecutor, CpuOptions, ExecError, Executor, SplitExecutor, kv_layers};
 use crate::{
-    cpu::{acts::Mode, kv::KvType},
+    cpu::{
+        acts::Mode,
+        kv::{KvMemory, KvType},
+    },
     cuda::{self, CudaError, CudaExecutor, CudaOptions, CudaPlan, acts::Form},
 };
 
@@ -96,6 +99,44 @@ pub struct ExecOptions {
     pub kv: KvType,
     /// Tokens of a step that a GPU makes room for at once; more are possible and cost new memory.
     pub rows: usize,
+    /// Layers on the GPU, the last ones; those before are on the CPU, and with none everything is. `None`: all.
+    pub gpu_layers: Option<usize>,
+}
+
+/// Who computes which layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Cpu,
+    Cuda(usize),
+    /// The layers from `first` on are on the GPU; not 0, and less than there are.
+    Split {
+        ordinal: usize,
+        first: usize,
+    },
+}
+
+impl ExecOptions {
+    fn place(&self, spec: &ModelSpec) -> Result<Place, ExecError> {
+        let layers = spec.layers.len();
+        let most = if self.device == Device::Cpu { 0 } else { layers };
+        if let Some(asked) = self.gpu_layers.filter(|&n| n > most) {
+            return Err(ExecError::GpuLayers { asked, most });
+        }
+        Ok(match (self.device, self.gpu_layers.unwrap_or(most)) {
+            (Device::Cpu, _) | (_, 0) => Place::Cpu,
+            (Device::Cuda(ordinal), n) if n == layers => Place::Cuda(ordinal),
+            (Device::Cuda(ordinal), n) => Place::Split { ordinal, first: layers - n },
+        })
+    }
+
+    /// Activations of the CPU's layers, or of the GPU's in form, where a model is on both.
+    fn split(&self) -> Result<(Mode, Form), ExecError> {
+        match self.activations {
+            None => Ok((Mode::Int8, Form::F16)),
+            Some(Activations::F32) => Ok((Mode::F32, Form::F32)),
+            Some(activations) => Err(ExecError::SplitActivations { device: self.device, activations }),
+        }
+    }
 }
 
 /// Prepares a device for an opened file. `progress` is told how many bytes of weights went to the device.
@@ -104,10 +145,10 @@ pub fn open(
     options: ExecOptions,
     progress: impl FnMut(usize) + 'static,
 ) -> Result<Box<dyn Executor>, ExecError> {
-    let activations = options.activations.unwrap_or(Activations::usual(options.device));
-    let ExecOptions { threads, blocks, kv, .. } = options;
-    match options.device {
-        Device::Cpu => {
+    let ExecOptions { threads, blocks, kv, rows, .. } = options;
+    match options.place(file.spec())? {
+        Place::Cpu => {
+            let activations = options.activations.unwrap_or(Activations::Int8);
             let mode = match activations {
                 Activations::Int8 => Mode::Int8,
                 Activations::F32 => Mode::F32,
@@ -115,10 +156,17 @@ pub fn open(
             };
             Ok(Box::new(CpuExecutor::new(file, CpuOptions { threads, blocks, mode, kv })?))
         }
-        Device::Cuda(ordinal) => {
+        Place::Cuda(ordinal) => {
+            let activations = options.activations.unwrap_or(Activations::F16);
             let form = form(activations).ok_or(ExecError::Activations { device: options.device, activations })?;
-            let options = CudaOptions { ordinal, blocks, form, kv, rows: options.rows };
+            let options = CudaOptions { ordinal, blocks, form, kv, rows };
             Ok(Box::new(CudaExecutor::new(file, options, Box::new(progress))?))
+        }
+        Place::Split { ordinal, first } => {
+            let (mode, form) = options.split()?;
+            let cpu = CpuOptions { threads, blocks, mode, kv };
+            let cuda = CudaOptions { ordinal, blocks, form, kv, rows };
+            Ok(Box::new(SplitExecutor::new(file, first, cpu, cuda, Box::new(progress))?))
         }
     }
 }
@@ -132,34 +180,64 @@ fn form(activations: Activations) -> Option<Form> {
     }
 }
 
-/// What a model takes of a device's own memory, besides the cache, and what there is.
+/// What a model takes of a device's own memory, and what there is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
     /// Bytes of weights.
     pub weights: u64,
+    /// Bytes of a KV block.
+    pub block: u64,
     /// Bytes of the buffers of a step.
     pub scratch: u64,
     /// Bytes free now, if the device says so.
     pub free: Option<u64>,
+    /// Most layers that would fit, fewer than were asked for, if those do not.
+    pub layers: Option<usize>,
+    /// What layers on the CPU take of the host's memory.
+    pub host: Option<HostMemory>,
 }
 
-/// Of the device of `options`; `None` for the CPU.
+/// What a model takes of the host's memory where its first layers are on the CPU, besides the buffers of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostMemory {
+    /// Bytes of weights, mapped.
+    pub weights: u64,
+    /// Bytes of a KV block.
+    pub block: u64,
+}
+
+/// Of the device of `options`; `None` for the CPU, and for options that no device has.
 pub fn device_memory(file: &ModelFile, options: &ExecOptions) -> Option<DeviceMemory> {
-    let Device::Cuda(ordinal) = options.device else { return None };
-    let activations = options.activations.unwrap_or(Activations::usual(options.device));
+    let spec = file.spec();
+    let (ordinal, first, form) = match options.place(spec).ok()? {
+        Place::Cpu => return None,
+        Place::Cuda(ordinal) => (ordinal, 0, form(options.activations.unwrap_or(Activations::F16))?),
+        Place::Split { ordinal, first } => (ordinal, first, options.split().ok()?.1),
+    };
     let ExecOptions { blocks, kv, rows, .. } = *options;
-    let plan = CudaPlan::of(file, &CudaOptions { ordinal, blocks, form: form(activations)?, kv, rows });
-    let free = cuda::Device::open(ordinal).and_then(|d| d.memory()).ok();
-    let free = free.map(|(free, _)| free as u64);
-    Some(DeviceMemory { weights: plan.weights as u64, scratch: plan.scratch as u64, free })
+    let cuda = CudaOptions { ordinal, blocks, form, kv, rows };
+    let plan = CudaPlan::of(file, &cuda, first);
+    let free = cuda::Device::open(ordinal).and_then(|d| d.memory()).ok().map(|(free, _)| free);
+    let full = free.filter(|&free| free < plan.total());
+    let of_layers = |i: &usize| file.tensors()[*i].name.starts_with("layers.");
+    let bytes = |first: usize| cuda::tensors(file, first).filter(of_layers).map(|i| file.tensors()[i].len).sum::<u64>();
+    let tables = ["embed", "positions"].iter().filter_map(|name| file.index(name)).map(|i| file.tensors()[i].len);
+    Some(DeviceMemory {
+        weights: plan.weights as u64,
+        block: CudaExecutor::block_bytes(spec, kv, first) as u64,
+        scratch: plan.scratch as u64,
+        free: free.map(|free| free as u64),
+        layers: full.and_then(|free| CudaPlan::fitting(file, &cuda, first, free)),
+        host: (first > 0).then(|| HostMemory {
+            weights: bytes(0) - bytes(first) + tables.sum::<u64>(),
+            block: KvMemory::block_bytes(&kv_layers(spec)[..first], kv) as u64,
+        }),
+    })
 }
 
-/// Bytes of one KV block of a model on a device.
-pub fn block_bytes(spec: &ModelSpec, device: Device, kv: KvType) -> usize {
-    match device {
-        Device::Cpu => CpuExecutor::block_bytes(spec, kv),
-        Device::Cuda(_) => CudaExecutor::block_bytes(spec, kv),
-    }
+/// Bytes of one KV block of a model, wherever its layers are.
+pub fn block_bytes(spec: &ModelSpec, kv: KvType) -> usize {
+    KvMemory::block_bytes(&kv_layers(spec), kv)
 }
 
 #[cfg(test)]

@@ -10,11 +10,13 @@ mod check;
 mod cpu;
 mod device;
 mod forward;
+mod split;
 
 pub(crate) use angles::Angles;
 pub(crate) use check::check;
 pub use cpu::{CpuExecutor, CpuOptions};
-pub use device::{Activations, Device, DeviceMemory, ExecOptions, block_bytes, device_memory, open};
+pub use device::{Activations, Device, DeviceMemory, ExecOptions, HostMemory, block_bytes, device_memory, open};
+pub use split::SplitExecutor;
 
 use crate::cpu::kv::KvLayer;
 use quern_models::{ModelSpec, spec::Attn};
@@ -152,6 +154,28 @@ pub enum ExecError {
         device: Device,
         /// What was asked for.
         activations: Activations,
+    },
+    /// Activations that not both devices of a model have.
+    #[error(
+        "{device} with the first layers on the CPU has no {} activations: expected f32, or nothing (f16 on the GPU, int8 on the CPU)",
+        activations.name()
+    )]
+    SplitActivations {
+        /// The GPU.
+        device: Device,
+        /// What was asked for.
+        activations: Activations,
+    },
+    /// More layers for the GPU than there are.
+    #[error("--gpu-layers {asked}: expected at most {most}, {}", match most {
+        0 => "as there is no GPU on --device cpu",
+        _ => "the layers of this model; without the flag all are on the GPU",
+    })]
+    GpuLayers {
+        /// Layers asked for.
+        asked: usize,
+        /// Layers there are; none where the device is no GPU.
+        most: usize,
     },
     /// The GPU cannot do it, or failed.
     #[error(transparent)]

@@ -6,6 +6,7 @@ mod common;
 mod exec;
 mod linear;
 mod ops;
+mod split;
 
 #[allow(dead_code)]
 #[path = "../pack/mod.rs"]

@@ -34,7 +34,7 @@ use crate::{
     team::{Disjoint, Team, split},
 };
 
-/// A model, its cache and the buffers of a step.
+/// A model's first layers (as many as its cache has), their cache and the buffers of a step.
 pub(super) struct Forward {
     file: Arc<ModelFile>,
     kv: KvMemory,
@@ -91,7 +91,7 @@ impl Forward {
         simd: Simd,
     ) -> Self {
         let (mut bufs, spec) = (Buffers::default(), file.spec());
-        let layers = spec.layers.iter().enumerate();
+        let layers = spec.layers.iter().take(kv.layers()).enumerate();
         let layers = layers.map(|(i, layer)| LayerTensors::new(&file, i, layer, &mut bufs.angles)).collect();
         let embed = index(&file, "embed");
         let positions = spec.positions.map(|_| index(&file, "positions"));
@@ -123,15 +123,19 @@ impl Forward {
         format!("{acts} activations, {kv} KV, {isa}, {threads} thread{}", if threads == 1 { "" } else { "s" })
     }
 
-    /// Computes a checked plan; one output per chunk, in plan order.
+    /// Computes a checked plan with all layers; one output per chunk, in plan order.
     pub(super) fn step(&mut self, plan: &Plan) -> Vec<ChunkOutput> {
-        let file = self.file.clone();
-        let spec = file.spec();
+        self.run(plan);
+        self.head(plan)
+    }
+
+    /// Computes a checked plan's embedding and layers; the residual stream behind them, `[m][hidden]`.
+    pub(super) fn run(&mut self, plan: &Plan) -> &[f32] {
         let m: usize = plan.chunks.iter().map(|c| c.tokens.len()).sum();
-        self.bufs.x.resize(m * spec.hidden, 0.0);
+        self.bufs.x.resize(m * self.spec().hidden, 0.0);
         self.embed(plan);
         self.bufs.angles.iter_mut().for_each(|a| a.turn(plan));
-        for i in 0..spec.layers.len() {
+        for i in 0..self.layers.len() {
             self.norm_into_acts(Readers::Attention(i), None, m);
             self.qkv(i, m);
             self.rope_and_append(i, plan);
@@ -141,7 +145,7 @@ impl Forward {
             self.up(i, m);
             self.down(i);
         }
-        self.head(plan)
+        &self.bufs.x
     }
 
     /// Runs `f` on every thread of the team.
