@@ -9,7 +9,7 @@ fn main() -> ExitCode {
     // A file-size limit then is an error of the write that meets it, and what was begun is removed.
     let ignored = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, ignored);
-    match quern::cli::main(quern::cli::Cli::parse()) {
+    match quern::cli::main(quern::cli::Cli::parse_from(quern::cli::arguments(std::env::args_os()))) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let mut text = error.to_string();

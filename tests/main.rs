@@ -9,6 +9,7 @@ mod compressed;
 mod cuda;
 mod handed;
 mod lossless;
+mod offload;
 mod page;
 mod parity;
 mod real;

@@ -9,13 +9,13 @@ pub mod run;
 pub mod serve;
 pub mod upload;
 
-use std::{error::Error, path::Path};
+use std::{error::Error, ffi::OsString, path::Path};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use quern_kernels::{
     cpu::kv::KvType,
     cuda::CudaError,
-    exec::{self, Device},
+    exec::{self, Device, ExecError},
 };
 use quern_models::{FormatError, ModelFile};
 
@@ -93,12 +93,36 @@ impl std::str::FromStr for DeviceFlag {
     }
 }
 
-/// The device that `--device` means, `auto` if it is not there. Where a GPU cannot be used, stderr says why in one
-/// line; that there is none is worth a line only to those who typed the flag.
-pub fn device(flag: Option<DeviceFlag>, activations: Option<Activations>) -> Device {
-    if let Some(DeviceFlag::Given(device)) = flag {
-        return device;
+/// Flags about where a model runs.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct PlaceArgs {
+    /// Where to run: cpu, cuda, cuda:N or auto [default: auto, the first GPU that can be used, else the CPU]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<DeviceFlag>,
+    /// Layers on the GPU, the last ones; those before are on the CPU, 0: all [default: all on the GPU] [short: -ngl]
+    #[arg(long, value_name = "N", alias = "n-gpu-layers")]
+    pub gpu_layers: Option<usize>,
+}
+
+impl PlaceArgs {
+    /// The device that is meant. Whoever gives the GPU layers wants one; with none of them it is the CPU.
+    pub fn device(&self, activations: Option<Activations>) -> Device {
+        match (self.device, self.gpu_layers) {
+            (_, Some(0)) => Device::Cpu,
+            (Some(DeviceFlag::Given(device)), _) => device,
+            // Where there is none, opening the first says why.
+            (_, Some(_)) => match Device::auto() {
+                (Device::Cpu, _) => Device::Cuda(0),
+                (device, _) => device,
+            },
+            (flag, None) => device(flag, activations),
+        }
     }
+}
+
+/// The device that `--device auto` means, or nothing. Where a GPU cannot be used, stderr says why in one line; that
+/// there is none is worth a line only to those who typed the flag.
+fn device(flag: Option<DeviceFlag>, activations: Option<Activations>) -> Device {
     // What only the CPU has was asked for.
     if activations == Some(Activations::Int8) {
         return Device::Cpu;
@@ -138,9 +162,9 @@ pub struct EngineArgs {
     /// Tokens the context holds, prompt and answer [default: the model's, at most 4096]
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, help_heading = "Engine")]
     pub ctx: usize,
-    /// Where to run: cpu, cuda, cuda:N or auto [default: auto, the first GPU that can be used, else the CPU]
-    #[arg(long, value_name = "DEVICE", help_heading = "Engine")]
-    pub device: Option<DeviceFlag>,
+    /// Where to run.
+    #[command(flatten, next_help_heading = "Engine")]
+    pub place: PlaceArgs,
     /// Threads [default: one per fast physical core that this process may use]
     #[arg(short, long, value_name = "N", value_parser = threads, help_heading = "Engine")]
     pub threads: Option<usize>,
@@ -154,20 +178,23 @@ pub struct EngineArgs {
 
 impl EngineArgs {
     /// The options, on the CPU if nobody insists on the GPU and the model does not fit it; stderr says so.
-    pub fn fitting(&self, file: &ModelFile, options: EngineOptions) -> EngineOptions {
-        let insists = matches!(self.device, Some(DeviceFlag::Given(_)));
+    pub fn fitting(&self, file: &ModelFile, options: EngineOptions) -> Result<EngineOptions, OpenError> {
+        options.exec(file.spec()).check(file.spec())?;
+        let insists = matches!(self.place.device, Some(DeviceFlag::Given(_))) || self.place.gpu_layers.is_some();
         let plan = (!insists && options.device != Device::Cpu).then(|| Engine::memory(file, &options));
-        let Some(plan) = plan.filter(|plan| plan.available.is_some_and(|there| there < plan.needed())) else {
-            return options;
+        let Some(plan) = plan.filter(|plan| !plan.fits()) else {
+            return Ok(options);
         };
-        eprintln!("device: cpu ({plan})");
-        EngineOptions { device: Device::Cpu, ..options }
+        let fitting = plan.gpu_layers.map_or(String::new(), |n| format!("; --gpu-layers {n} would fit"));
+        eprintln!("device: cpu ({plan}{fitting})");
+        Ok(EngineOptions { device: Device::Cpu, ..options })
     }
 
     /// What they say to an engine.
     pub fn options(&self) -> EngineOptions {
         EngineOptions {
-            device: device(self.device, self.activations),
+            device: self.place.device(self.activations),
+            gpu_layers: self.place.gpu_layers,
             threads: self.threads.unwrap_or(0),
             context: self.ctx,
             activations: self.activations.map(Into::into),
@@ -184,6 +211,21 @@ pub enum Format {
     Md,
     /// A list of objects
     Json,
+}
+
+/// What was typed, with `-ngl` for `--gpu-layers`, as llama.cpp has it: a short flag of several letters.
+pub fn arguments(typed: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    const SHORT: &str = "-ngl";
+    let mut flags = true;
+    let mut argument = |typed: OsString| {
+        flags = flags && typed != "--";
+        let rest = typed.to_str().filter(|_| flags).and_then(|text| text.strip_prefix(SHORT));
+        match rest.filter(|rest| rest.is_empty() || rest.starts_with('=')) {
+            Some(rest) => format!("--gpu-layers{rest}").into(),
+            None => typed,
+        }
+    };
+    typed.map(&mut argument).collect()
 }
 
 /// Runs the command that was typed.
@@ -206,10 +248,12 @@ pub struct Usage(pub String);
 
 /// Exit status of an error.
 pub fn exit_code(error: &(dyn Error + 'static)) -> u8 {
-    let flag = matches!(
-        error.downcast_ref(),
-        Some(run::RunError::Flag { .. } | run::RunError::Open(OpenError::Context { .. }))
-    );
+    let exec = |error: &ExecError| matches!(error, ExecError::GpuLayers { .. });
+    let flag = match error.downcast_ref() {
+        Some(run::RunError::Open(OpenError::Exec(error))) => exec(error),
+        Some(error) => matches!(error, run::RunError::Flag { .. } | run::RunError::Open(OpenError::Context { .. })),
+        None => error.downcast_ref().is_some_and(exec),
+    };
     let interrupted = matches!(error.downcast_ref(), Some(run::RunError::Cut | run::RunError::Interrupted { .. }))
         || error.is::<eval::Interrupted>()
         || matches!(error.downcast_ref(), Some(quern_convert::ConvertError::Interrupted));
@@ -302,5 +346,21 @@ pub fn size(bytes: u64) -> String {
         1_000..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
         1_000_000..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
         _ => format!("{:.2} GB", bytes as f64 / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_flag_of_several_letters() {
+        let words = |text: &str| text.split(' ').map(OsString::from).collect::<Vec<_>>();
+        let typed = |text| arguments(words(text).into_iter());
+        assert_eq!(typed("run m.qrn -ngl 5 -n 3"), words("run m.qrn --gpu-layers 5 -n 3"));
+        assert_eq!(typed("run -ngl=5 m"), words("run --gpu-layers=5 m"));
+        for other in ["run -ngl5 m", "run -n gl", "run -- -ngl", "run --ngl 5"] {
+            assert_eq!(typed(other), words(other));
+        }
     }
 }

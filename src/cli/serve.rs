@@ -183,7 +183,7 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
     if args.engine.ctx > most {
         return Err(RunError::Open(OpenError::Context { asked: args.engine.ctx, most }).into());
     }
-    let options = args.engine.fitting(&file, engine_options(args, file.spec()));
+    let options = args.engine.fitting(&file, engine_options(args, file.spec())).map_err(RunError::Open)?;
     let plan = Engine::memory(&file, &options).with_requests(args.request_memory);
     say(&plan.to_string());
     plan.check(options.context_of(file.spec()))?;

@@ -4,7 +4,8 @@ use std::fmt;
 
 use quern_kernels::{
     cpu::kv::BLOCK,
-    exec::{self, Device, DeviceMemory},
+    cuda::MOST_ROWS,
+    exec::{self, Device, DeviceMemory, HostMemory},
 };
 use quern_models::{
     ModelFile, ModelSpec,
@@ -15,7 +16,7 @@ use super::EngineOptions;
 use crate::sched::LOGIT_ROWS;
 
 /// Bytes, part by part.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryPlan {
     /// Where.
     pub device: Device,
@@ -33,32 +34,32 @@ pub struct MemoryPlan {
     pub tokens: usize,
     /// Bytes of a token's keys and values.
     pub token_bytes: u64,
+    /// Most layers that would fit the GPU, if not all of those do that are to be there.
+    pub gpu_layers: Option<usize>,
+    /// Of a GPU that has some of the layers: the plan of the others, on the CPU.
+    pub host: Option<Box<MemoryPlan>>,
+    /// All layers are in this plan.
+    pub whole: bool,
 }
 
 /// A plan that does not fit.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the model needs {}: {} weights, {} cache for {} tokens, {} scratch{}; {} are there; {advice}",
-    size(plan.needed()), size(plan.weights), size(plan.cache), plan.tokens, size(plan.scratch), plan.of_requests(", "),
+    "{} {}: {} weights, {} cache for {} tokens, {} scratch{}; {} are there; {advice}",
+    plan.who(), size(plan.needed()), size(plan.weights), size(plan.cache), plan.tokens, size(plan.scratch), plan.of_requests(", "),
     size(plan.available.unwrap_or(0))
 )]
 pub struct TooLarge {
-    plan: MemoryPlan,
+    plan: Box<MemoryPlan>,
     advice: String,
 }
 
 impl MemoryPlan {
     pub(super) fn new(file: &ModelFile, options: &EngineOptions) -> MemoryPlan {
         let spec = file.spec();
-        let block = exec::block_bytes(spec, options.device, options.kv) as u64;
         let blocks = options.blocks_of(spec);
-        let there = exec::device_memory(file, &options.exec(spec));
-        let (weights, scratch, available) = match there {
-            None => (file.file_len(), scratch(spec, options), available()),
-            Some(DeviceMemory { weights, scratch, free }) => (weights, scratch, free),
-        };
-        MemoryPlan {
-            device: options.device,
+        let plan = |device, weights, block: u64, scratch, available| MemoryPlan {
+            device,
             weights,
             cache: block.saturating_mul(blocks as u64),
             scratch,
@@ -66,14 +67,46 @@ impl MemoryPlan {
             available,
             tokens: blocks.saturating_mul(BLOCK),
             token_bytes: block / BLOCK as u64,
+            gpu_layers: None,
+            host: None,
+            whole: true,
+        };
+        let there = exec::device_memory(file, &options.exec(spec));
+        let Some(DeviceMemory { weights, block, scratch: buffers, free, layers, host }) = there else {
+            let block = exec::block_bytes(spec, options.kv) as u64;
+            let scratch = scratch(spec, options.rows(), options.sequences + LOGIT_ROWS);
+            return plan(options.device, file.file_len(), block, scratch, available());
+        };
+        let host = host.map(|HostMemory { weights, block }| {
+            // A step is cut into the GPU's passes, and logits are there.
+            let scratch = scratch(spec, options.rows().min(MOST_ROWS), 0);
+            Box::new(MemoryPlan { whole: false, ..plan(Device::Cpu, weights, block, scratch, available()) })
+        });
+        let with = |n: &usize| MemoryPlan::new(file, &EngineOptions { gpu_layers: Some(*n), ..*options });
+        MemoryPlan {
+            gpu_layers: layers.filter(|n| with(n).fits()),
+            whole: host.is_none(),
+            host,
+            ..plan(options.device, weights, block, buffers, free)
         }
+    }
+
+    /// Whether everything has room, where the system says how much there is.
+    pub fn fits(&self) -> bool {
+        !self.available.is_some_and(|there| there < self.needed()) && self.host.as_ref().is_none_or(|host| host.fits())
     }
 
     /// The plan of a server that gives so many bytes to requests that are not computed yet.
     /// On a GPU they do not count: they are in the host's memory, and the plan is of the device's.
     pub fn with_requests(self, requests: u64) -> MemoryPlan {
+        let host = self.host.map(|host| Box::new(host.with_requests(requests)));
         let requests = if self.device == Device::Cpu { requests } else { 0 };
-        MemoryPlan { requests, ..self }
+        MemoryPlan { requests, host, ..self }
+    }
+
+    /// Who needs it, for errors.
+    fn who(&self) -> String {
+        if self.whole { "the model needs".into() } else { format!("the layers on {} need", self.device) }
     }
 
     /// All parts together.
@@ -93,7 +126,9 @@ impl MemoryPlan {
 
     /// Refuses a plan that does not fit; `context` are the tokens that the cache must hold at least.
     pub fn check(&self, context: usize) -> Result<(), TooLarge> {
-        let Some(available) = self.available.filter(|&a| a < self.needed()) else { return Ok(()) };
+        let Some(available) = self.available.filter(|&a| a < self.needed()) else {
+            return self.host.as_ref().map_or(Ok(()), |host| host.check(context));
+        };
         let left = available.saturating_sub(self.weights.saturating_add(self.beside()));
         let tokens = (left / self.token_bytes.max(1)) as usize / BLOCK * BLOCK;
         let advice = if tokens >= context {
@@ -103,38 +138,43 @@ impl MemoryPlan {
         } else {
             "close other programs, or take a smaller model".to_string()
         };
-        Err(TooLarge { plan: *self, advice })
+        let advice = match self.gpu_layers {
+            None => advice,
+            Some(n) if tokens < 256 => format!("--gpu-layers {n} would fit"),
+            Some(n) => format!("{advice}, and so would --gpu-layers {n}"),
+        };
+        Err(TooLarge { plan: Box::new(self.clone()), advice })
     }
 }
 
 impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let MemoryPlan { device, weights, cache, scratch, tokens, .. } = *self;
+        let &MemoryPlan { device, weights, cache, scratch, tokens, .. } = self;
         let [w, c, s, all] = [weights, cache, scratch, self.needed()].map(size);
         match device {
-            Device::Cpu => write!(f, "memory: {w} weights (mapped) + up to {c} cache")?,
+            Device::Cpu if self.whole => write!(f, "memory: {w} weights (mapped) + up to {c} cache")?,
+            Device::Cpu => write!(f, "of the CPU: {w} weights (mapped) + up to {c} cache")?,
             _ => write!(f, "memory of {device}: {w} weights + {c} cache")?,
         }
         write!(f, " ({tokens} tokens) + about {s} scratch")?;
         write!(f, "{} = {all}", self.of_requests(" + up to "))?;
-        match self.available {
-            Some(there) => write!(f, "; {} are there", size(there)),
-            None => Ok(()),
+        if let Some(there) = self.available {
+            write!(f, "; {} are there", size(there))?;
         }
+        self.host.as_ref().map_or(Ok(()), |host| write!(f, "; {host}"))
     }
 }
 
-/// Buffers of the largest step: a few rows of every width, logits of one row per sequence and of the rows of prompts
+/// Buffers of the largest step: so many rows of every width, logits of one row per sequence and of the rows of prompts
 /// that keep theirs, and a fixed part.
-fn scratch(spec: &ModelSpec, options: &EngineOptions) -> u64 {
+fn scratch(spec: &ModelSpec, rows: usize, logit_rows: usize) -> u64 {
     let widest = spec.layers.iter().map(|layer| {
         let Attn::Gqa { heads, kv_heads, head_dim, .. } = layer.attn;
         let (Mlp::Gated { inner, .. } | Mlp::Plain { inner, .. }) = layer.mlp;
         (2 * heads + 2 * kv_heads) * head_dim + 2 * inner
     });
-    let rows = options.rows();
     let row = 3 * spec.hidden + widest.max().unwrap_or(0);
-    let logits = spec.vocab.saturating_mul(options.sequences + LOGIT_ROWS);
+    let logits = spec.vocab.saturating_mul(logit_rows);
     let numbers = (rows as u64).saturating_mul(row as u64).saturating_add(logits as u64);
     numbers.saturating_mul(4).saturating_add(32 << 20)
 }
@@ -192,6 +232,9 @@ mod tests {
             available,
             tokens: 20_000,
             token_bytes: 20_000,
+            gpu_layers: None,
+            host: None,
+            whole: true,
         };
         assert!(plan(Some(550_000_000)).check(4096).is_ok() && plan(None).check(4096).is_ok());
         let said = |available| plan(Some(available)).check(4096).unwrap_err().to_string();
@@ -205,5 +248,46 @@ mod tests {
         assert!(text.ends_with("--cache-tokens 7488 would fit"), "{text}");
         assert!(with.to_string().contains("50.0 MB scratch + up to 100.0 MB requests = 650.0 MB"), "{with}");
         assert!(said(120_000_000).contains("smaller model"));
+    }
+
+    #[test]
+    fn a_plan_of_two_devices_is_of_both() {
+        let side = |device, available| MemoryPlan {
+            device,
+            weights: 100_000_000,
+            cache: 400_000_000,
+            scratch: 50_000_000,
+            requests: 0,
+            available: Some(available),
+            tokens: 20_000,
+            token_bytes: 20_000,
+            gpu_layers: None,
+            host: None,
+            whole: false,
+        };
+        let both = |gpu, cpu| MemoryPlan {
+            gpu_layers: Some(3),
+            host: Some(Box::new(side(Device::Cpu, cpu))),
+            ..side(Device::Cuda(0), gpu)
+        };
+        let said = |gpu, cpu| both(gpu, cpu).check(4096).unwrap_err().to_string();
+        let (enough, some, none) = (550_000_000, 400_000_000, 1_000_000);
+        assert!(both(enough, enough).check(4096).is_ok() && both(enough, enough).fits());
+        assert!(!both(some, enough).fits() && !both(enough, some).fits());
+        let text = said(some, enough);
+        assert!(text.starts_with("the layers on cuda:0 need 550.0 MB: "), "{text}");
+        assert!(text.ends_with("--cache-tokens 12496 would fit, and so would --gpu-layers 3"), "{text}");
+        assert!(said(none, none).ends_with("1.0 MB are there; --gpu-layers 3 would fit"), "{}", said(none, none));
+        let text = said(enough, some);
+        assert!(text.starts_with("the layers on cpu need ") && text.ends_with("12496 would fit"), "{text}");
+        let with = both(enough, enough).with_requests(1_000_000);
+        let text = with.check(4096).unwrap_err().to_string();
+        assert!(text.contains("need 551.0 MB: ") && text.contains(", 1.0 MB requests; 550.0 MB are there"), "{text}");
+        let text = with.to_string();
+        assert!(text.starts_with("memory of cuda:0: 100.0 MB weights + 400.0 MB cache (20000 tokens) + "), "{text}");
+        assert!(
+            text.contains("; 550.0 MB are there; of the CPU: 100.0 MB weights (mapped) + up to 400.0 MB"),
+            "{text}"
+        );
     }
 }

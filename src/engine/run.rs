@@ -23,6 +23,8 @@ use crate::sched::{Arrival, KvPool, Node, Scheduled, Scheduler, Step};
 pub struct EngineOptions {
     /// Where.
     pub device: Device,
+    /// Layers on the GPU, the last ones, those before on the CPU; `None`: all.
+    pub gpu_layers: Option<usize>,
     /// Threads; 0 takes the fast physical cores that this process may use.
     pub threads: usize,
     /// Longest sequence, tokens; 0 takes the model's own, at most 4096.
@@ -43,6 +45,7 @@ impl Default for EngineOptions {
     fn default() -> Self {
         EngineOptions {
             device: Device::Cpu,
+            gpu_layers: None,
             threads: 0,
             context: 0,
             sequences: 1,
@@ -62,8 +65,8 @@ impl EngineOptions {
 
     /// What they say to an executor.
     pub fn exec(&self, spec: &ModelSpec) -> ExecOptions {
-        let EngineOptions { device, threads, activations, kv, .. } = *self;
-        ExecOptions { device, threads, blocks: self.blocks_of(spec), activations, kv, rows: self.rows() }
+        let EngineOptions { device, gpu_layers, threads, activations, kv, .. } = *self;
+        ExecOptions { device, threads, blocks: self.blocks_of(spec), activations, kv, rows: self.rows(), gpu_layers }
     }
 
     /// Tokens of the largest step: a budget that follows the machine may grow to 2048.

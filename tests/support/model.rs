@@ -26,42 +26,63 @@ pub enum Run {
     GpuExact,
     /// On a GPU: f16 activations, f16 KV.
     GpuDefault,
+    /// So many layers on a GPU, the others on the CPU: nothing is rounded.
+    SplitExact(usize),
+    /// The same with each device's usual activations, f16 KV.
+    SplitDefault(usize),
 }
 
 impl Run {
-    pub fn activations(self) -> Activations {
+    pub fn activations(self) -> Option<Activations> {
         match self {
-            Run::Exact | Run::GpuExact => Activations::F32,
-            Run::Default | Run::Small => Activations::Int8,
-            Run::GpuDefault => Activations::F16,
+            Run::Exact | Run::GpuExact | Run::SplitExact(_) => Some(Activations::F32),
+            Run::Default | Run::Small => Some(Activations::Int8),
+            Run::GpuDefault => Some(Activations::F16),
+            Run::SplitDefault(_) => None,
+        }
+    }
+
+    fn gpu_layers(self) -> Option<usize> {
+        match self {
+            Run::SplitExact(n) | Run::SplitDefault(n) => Some(n),
+            _ => None,
         }
     }
 
     pub fn device(self) -> Device {
         match self {
             Run::Exact | Run::Default | Run::Small => Device::Cpu,
-            Run::GpuExact | Run::GpuDefault => Device::Cuda(0),
+            _ => Device::Cuda(0),
         }
     }
 
     /// An executor with so many blocks.
     pub fn executor(self, file: &Arc<ModelFile>, blocks: usize) -> Box<dyn Executor> {
-        let (activations, kv) = (Some(self.activations()), self.kv());
-        let options = ExecOptions { device: self.device(), threads: 2, blocks, activations, kv, rows: 64 };
+        let (activations, kv) = (self.activations(), self.kv());
+        let options = ExecOptions {
+            device: self.device(),
+            threads: 2,
+            blocks,
+            activations,
+            kv,
+            rows: 64,
+            gpu_layers: self.gpu_layers(),
+        };
         exec::open(file.clone(), options, |_| {}).unwrap()
     }
 
     pub fn kv(self) -> KvType {
         match self {
-            Run::Exact | Run::GpuExact => KvType::F32,
-            Run::Default | Run::GpuDefault => KvType::F16,
+            Run::Exact | Run::GpuExact | Run::SplitExact(_) => KvType::F32,
+            Run::Default | Run::GpuDefault | Run::SplitDefault(_) => KvType::F16,
             Run::Small => KvType::Int8,
         }
     }
 
     pub fn engine(self) -> EngineOptions {
-        let (device, activations, kv) = (self.device(), Some(self.activations()), self.kv());
-        EngineOptions { device, threads: 2, activations, kv, ..EngineOptions::default() }
+        let (device, activations, kv) = (self.device(), self.activations(), self.kv());
+        let gpu_layers = self.gpu_layers();
+        EngineOptions { device, gpu_layers, threads: 2, activations, kv, ..EngineOptions::default() }
     }
 }
 

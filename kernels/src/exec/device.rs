@@ -116,6 +116,11 @@ enum Place {
 }
 
 impl ExecOptions {
+    /// Refuses more layers on the GPU than there are.
+    pub fn check(&self, spec: &ModelSpec) -> Result<(), ExecError> {
+        self.place(spec).map(drop)
+    }
+
     fn place(&self, spec: &ModelSpec) -> Result<Place, ExecError> {
         let layers = spec.layers.len();
         let most = if self.device == Device::Cpu { 0 } else { layers };

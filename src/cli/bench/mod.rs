@@ -15,7 +15,7 @@ use quern_kernels::{
 };
 use quern_models::ModelFile;
 
-use super::{Activations, DeviceFlag, Format, Kv, Usage, batch, device, open, positive, print, threads};
+use super::{Activations, Format, Kv, PlaceArgs, Usage, batch, open, positive, print, threads};
 use rows::{Measured, Test};
 
 /// Flags of `quern bench`.
@@ -51,9 +51,9 @@ pub struct BenchArgs {
     /// Measured repetitions of each test, after one that warms up
     #[arg(short, long, default_value_t = 5, value_parser = positive)]
     repetitions: usize,
-    /// Where to run: cpu, cuda, cuda:N or auto [default: auto, the first GPU that can be used, else the CPU]
-    #[arg(long, value_name = "DEVICE")]
-    device: Option<DeviceFlag>,
+    /// Where to run.
+    #[command(flatten)]
+    place: PlaceArgs,
     /// Activations of quantized weights [default: int8 on the CPU, f16 on a GPU]
     #[arg(long, value_enum)]
     activations: Option<Activations>,
@@ -94,7 +94,7 @@ pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
         let asked = t.depth.saturating_add(t.tokens);
         return Err(format!("{t}: {asked} tokens, the model was made for at most {most}").into());
     }
-    let device = device(args.device, args.activations);
+    let device = args.place.device(args.activations);
     let threads = if args.threads.is_empty() { vec![0] } else { args.threads.clone() };
     let mut all = vec![];
     for threads in threads {
@@ -106,11 +106,12 @@ pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
             activations: args.activations.map(Into::into),
             kv: args.kv.into(),
             rows: rows::STEP.max(args.batch.iter().copied().max().unwrap_or(1)),
+            gpu_layers: args.place.gpu_layers,
         };
         let mut executor = exec::open(file.clone(), options, |_| {})?;
         let threads = if threads == 0 { default_threads() } else { threads };
         for test in &tests {
-            all.push(rows::measure(&mut *executor, &file, *test, args.repetitions, threads, (device, args.kv.into()))?);
+            all.push(rows::measure(&mut *executor, &file, *test, args.repetitions, threads, args.kv.into())?);
         }
         drop(executor);
         if device != Device::Cpu {

@@ -4,7 +4,7 @@ use std::{error::Error, fmt, time::Instant};
 
 use quern_kernels::{
     cpu::kv::{BLOCK, KvType},
-    exec::{Chunk, Device, Executor, Output, Plan, block_bytes},
+    exec::{Chunk, Executor, Output, Plan, block_bytes},
     sample::SamplingParams,
 };
 use quern_models::ModelFile;
@@ -84,7 +84,7 @@ pub fn measure(
     test: Test,
     repetitions: usize,
     threads: usize,
-    (device, kv): (Device, KvType),
+    kv: KvType,
 ) -> Result<Measured, Box<dyn Error>> {
     let vocab = file.spec().vocab as u32;
     let each = test.blocks_each() as u32;
@@ -110,8 +110,8 @@ pub fn measure(
     let mean = samples.iter().sum::<f64>() / samples.len() as f64;
     let variance = samples.iter().map(|s| (s - mean) * (s - mean)).sum::<f64>() / samples.len() as f64;
     // One step reads the weights once and each sequence's cache up to the middle of the generation.
-    let step = weight_bytes(file)
-        + test.batch as f64 * kv_bytes(file, device, kv) * (test.depth as f64 + test.tokens as f64 / 2.0);
+    let step =
+        weight_bytes(file) + test.batch as f64 * kv_bytes(file, kv) * (test.depth as f64 + test.tokens as f64 / 2.0);
     let bytes_per_second = test.generate.then(|| step * median / test.batch as f64);
     // A prompt computes the head once a step, for its last token.
     let (layers, head) = macs(file);
@@ -203,8 +203,8 @@ fn macs(file: &ModelFile) -> (f64, f64) {
 }
 
 /// Bytes of keys and values of one token.
-fn kv_bytes(file: &ModelFile, device: Device, kv: KvType) -> f64 {
-    block_bytes(file.spec(), device, kv) as f64 / BLOCK as f64
+fn kv_bytes(file: &ModelFile, kv: KvType) -> f64 {
+    block_bytes(file.spec(), kv) as f64 / BLOCK as f64
 }
 
 /// VmHWM of this process; 0 where the system does not tell.

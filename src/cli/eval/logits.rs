@@ -9,9 +9,10 @@ use std::{
 };
 
 use quern_kernels::cpu::kv::BLOCK;
-use quern_kernels::exec::{self, Chunk, ChunkOutput, Device, ExecOptions, Executor, Output, Plan};
+use quern_kernels::exec::{self, Chunk, ChunkOutput, ExecOptions, Executor, Output, Plan};
 use quern_models::format::{create_sibling, destination};
 
+use super::Place;
 use crate::cli::{Activations, Kv, Usage, open, print};
 
 /// Computes and writes the logits after each of the ids.
@@ -19,7 +20,7 @@ pub fn main(
     model: &Path,
     ids: &str,
     out: &Path,
-    device: Device,
+    (device, gpu_layers): Place,
     activations: Option<Activations>,
     kv: Kv,
     threads: Option<usize>,
@@ -42,6 +43,7 @@ pub fn main(
         activations: activations.map(Into::into),
         kv: kv.into(),
         rows: CHUNK,
+        gpu_layers,
     };
     let mut executor = exec::open(Arc::new(file), options, |_| {})?;
     let path = destination(out).map_err(|e| format!("{}: {e}", out.display()))?;

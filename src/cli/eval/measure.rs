@@ -47,6 +47,9 @@ impl Reference {
     }
 }
 
+/// A device, and how many layers it has if that is a GPU and not all are there.
+pub type Place = (Device, Option<usize>);
+
 /// One model in one mode.
 pub struct Runner {
     executor: Box<dyn Executor>,
@@ -60,13 +63,13 @@ impl Runner {
     pub fn new(
         name: String,
         file: &Arc<ModelFile>,
-        device: Device,
+        (device, gpu_layers): Place,
         (activations, kv): (Option<Activations>, KvType),
         context: usize,
         threads: usize,
     ) -> Result<Runner, ExecError> {
         let blocks = context.div_ceil(BLOCK);
-        let options = ExecOptions { device, threads, blocks, activations, kv, rows: STEP };
+        let options = ExecOptions { device, threads, blocks, activations, kv, rows: STEP, gpu_layers };
         let executor = exec::open(file.clone(), options, |_| {})?;
         Ok(Runner { executor, blocks: (0..blocks as u32).collect(), name })
     }
@@ -100,7 +103,7 @@ pub struct Setting<'a> {
     /// Size of the vocabulary.
     pub vocab: usize,
     /// The device.
-    pub device: Device,
+    pub place: Place,
     /// Threads; 0: as many as the executor takes.
     pub threads: usize,
     /// Set by Ctrl-C.
@@ -117,14 +120,14 @@ pub fn measure(
     mut sink: Option<&mut Writer>,
     progress: &mut Progress,
 ) -> Result<Vec<Vec<Score>>, Box<dyn Error>> {
-    let Setting { task, vocab, device, threads, .. } = *setting;
+    let Setting { task, vocab, place, threads, .. } = *setting;
     let cores = if threads == 0 { default_threads() } else { threads };
     let mut reference = match reference {
         None => None,
         Some(Reference::Saved(saved)) => Some(Ready::Saved(saved)),
         Some(Reference::Model(name, file)) => {
             let name = format!("{}, exact", name.display());
-            Some(Ready::Model(Box::new(Runner::new(name, file, device, EXACT, task.protocol.context, threads)?)))
+            Some(Ready::Model(Box::new(Runner::new(name, file, place, EXACT, task.protocol.context, threads)?)))
         }
     };
     let mut scores: Vec<Vec<Score>> = runners.iter().map(|_| Vec::with_capacity(task.rows())).collect();

@@ -29,9 +29,9 @@ use signal_hook::{
     flag,
 };
 
-use super::{Activations, DeviceFlag, Format, Kv, Usage, device, open, positive, print, threads};
+use super::{Activations, Format, Kv, PlaceArgs, Usage, open, positive, print, threads};
 use crate::text::Tokenizer;
-use measure::{EXACT, Progress, Reference, Runner, Setting, measure, stem};
+use measure::{EXACT, Place, Progress, Reference, Runner, Setting, measure, stem};
 use protocol::{Kind, Protocol};
 use saved::{Saved, Writer};
 use stats::Summary;
@@ -89,9 +89,9 @@ pub struct EvalArgs {
     /// Where to write float32 logits [tokens, vocab] of --ids, as a safetensors file with one tensor "logits"
     #[arg(long, value_name = "OUT.safetensors", requires = "ids")]
     logits: Option<PathBuf>,
-    /// Where to run: cpu, cuda, cuda:N or auto [default: auto, the first GPU that can be used, else the CPU]
-    #[arg(long, value_name = "DEVICE")]
-    device: Option<DeviceFlag>,
+    /// Where to run.
+    #[command(flatten)]
+    place: PlaceArgs,
     /// Activations of quantized weights, instead of --modes [default: int8 on the CPU, f16 on a GPU]
     #[arg(long, value_enum)]
     activations: Option<Activations>,
@@ -123,12 +123,12 @@ type Numerics = (String, (Option<exec::Activations>, KvType));
 /// Runs the command.
 pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
     let kv = args.kv.unwrap_or(Kv::F16);
-    let device = device(args.device, args.activations);
+    let (device, gpu_layers) = (args.place.device(args.activations), args.place.gpu_layers);
     if let (Some(ids), Some(out)) = (&args.ids, &args.logits) {
         let [file] = &args.file[..] else {
             return Err(Usage(format!("--ids: expected one file, got {}", args.file.len())).into());
         };
-        return logits::main(file, ids, out, device, args.activations, kv, args.threads);
+        return logits::main(file, ids, out, (device, gpu_layers), args.activations, kv, args.threads);
     }
     let modes = modes(&args, device, kv)?;
     if let Some(out) = &args.save_logits {
@@ -154,8 +154,15 @@ pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
             .and_then(|_| flag::register(signal, interrupted.clone()))
             .map_err(|e| format!("signal handler: {e}"))?;
     }
-    let run =
-        Run { args: &args, modes: &modes, protocol, common, text: text.as_deref(), device, interrupted: &interrupted };
+    let run = Run {
+        args: &args,
+        modes: &modes,
+        protocol,
+        common,
+        text: text.as_deref(),
+        place: (device, gpu_layers),
+        interrupted: &interrupted,
+    };
     let (mut rows, mut tokens, mut one_tokenization) = (vec![], None, true);
     let result = files.iter().enumerate().try_for_each(|(i, (path, file))| {
         let task = run.task(path, file, reference.as_ref())?;
@@ -182,7 +189,7 @@ struct Run<'a> {
     /// The reference's tokens, if there is one.
     common: Option<Task>,
     text: Option<&'a str>,
-    device: Device,
+    place: Place,
     interrupted: &'a AtomicBool,
 }
 
@@ -203,7 +210,7 @@ impl Run<'_> {
             Runner::new(
                 format!("{}, {mode}", path.display()),
                 file,
-                self.device,
+                self.place,
                 *numerics,
                 self.protocol.context,
                 threads,
@@ -214,7 +221,7 @@ impl Run<'_> {
             Some(out) => Some(Writer::create(out, task, vocab, &name, &self.modes[0].0)?),
             None => None,
         };
-        let setting = Setting { task, vocab, device: self.device, threads, interrupted: self.interrupted };
+        let setting = Setting { task, vocab, place: self.place, threads, interrupted: self.interrupted };
         let count = self.args.file.len();
         let what = if count > 1 { format!("{name} ({} of {count})", index + 1) } else { name.clone() };
         let mut progress = Progress::new(what);
@@ -278,13 +285,15 @@ fn modes(args: &EvalArgs, device: Device, kv: Kv) -> Result<Vec<Numerics>, Box<d
     };
     if args.activations.is_some() || args.kv.is_some() {
         let usual = exec::Activations::usual(device);
-        let activations = args.activations.map_or(usual, Into::into);
+        // On two devices, what is usual differs.
+        let unsaid = if args.place.gpu_layers.is_none() { Some(usual) } else { None };
+        let activations = args.activations.map(Into::into).or(unsaid);
         let name = match (activations, kv) {
-            (exec::Activations::F32, Kv::F32) => "exact".to_string(),
-            (a, Kv::F16) if a == usual => "default".to_string(),
-            (a, kv) => format!("{}, {} KV", a.name(), KvType::from(kv).name()),
+            (Some(exec::Activations::F32), Kv::F32) => "exact".to_string(),
+            (a, Kv::F16) if a.is_none_or(|a| a == usual) => "default".to_string(),
+            (a, kv) => format!("{}, {} KV", a.map_or("default", exec::Activations::name), KvType::from(kv).name()),
         };
-        return Ok(vec![(name, (Some(activations), kv.into()))]);
+        return Ok(vec![(name, (activations, kv.into()))]);
     }
     let all = if args.save_logits.is_some() { &[Named::Exact][..] } else { &[Named::Exact, Named::Default] };
     let asked = if args.modes.is_empty() { all } else { &args.modes };
