@@ -99,8 +99,8 @@ pub struct PlaceArgs {
     /// Where to run: cpu, cuda, cuda:N or auto [default: auto, the first GPU that can be used, else the CPU]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<DeviceFlag>,
-    /// Layers on the GPU, the last ones; those before are on the CPU, 0: all [default: all on the GPU] [short: -ngl]
-    #[arg(long, value_name = "N", alias = "n-gpu-layers")]
+    /// Layers on the GPU (also -ngl): the last N and the head, the others on the CPU; 0: all on the CPU [default: all]
+    #[arg(long, value_name = "N", visible_alias = "n-gpu-layers")]
     pub gpu_layers: Option<usize>,
 }
 

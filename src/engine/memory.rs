@@ -93,7 +93,7 @@ impl MemoryPlan {
 
     /// Whether everything has room, where the system says how much there is.
     pub fn fits(&self) -> bool {
-        !self.available.is_some_and(|there| there < self.needed()) && self.host.as_ref().is_none_or(|host| host.fits())
+        self.available.is_none_or(|there| there >= self.needed()) && self.host.as_ref().is_none_or(|host| host.fits())
     }
 
     /// The plan of a server that gives so many bytes to requests that are not computed yet.

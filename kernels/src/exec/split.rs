@@ -1,15 +1,15 @@
 //! A model on two devices: the embedding and the first layers on the CPU, the last layers and the head on a GPU, for a
 //! model that is larger than the GPU's memory.
 //!
-//! In this order because everything large at the end stays on the GPU: the head is as large as several layers, and
-//! tokens are chosen beside it. What crosses the bus is the residual stream, once, f32 `[rows][hidden]`, as the CPU has
-//! it; logits do not. The embedding is a table of which a few rows are read, so it costs the CPU nothing. The other way
-//! round the stream would come back to the slower device for the head.
+//! In this order because the head is read whole for every token and is as large as several layers, while of the
+//! embedding a few rows are looked up: so the faster device has the head, and tokens are chosen beside it. What crosses
+//! the bus is the residual stream of each row, once, f32 `[rows][hidden]`; logits do not. The other way round the stream
+//! would come back, and the slower device would compute the head.
 //!
 //! Each layer's keys and values are where the layer is, and a block id means the same tokens on both sides. A plan is
-//! cut into the GPU's passes; the CPU computes a pass while the GPU is busy with the one before. Each device promises
-//! that a row does not depend on its company, so their composition does, too. Each has the activations that it usually
-//! has; exact mode (f32) is the same for both.
+//! cut into the GPU's passes; the CPU computes a pass of a long prompt while the GPU is busy with the one before, and
+//! otherwise they take turns. Each promises that a row does not depend on its company, so together they do, too. Each
+//! has the activations that are usual there; f32 is exact mode on both.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -42,8 +42,8 @@ impl SplitExecutor {
         let layers = file.spec().layers.len();
         assert!(0 < first && first < layers, "{first} of {layers} layers on the CPU");
         assert_eq!(cpu.blocks, cuda.blocks, "a block has its slots in every layer");
-        let cuda = CudaExecutor::last(file.clone(), cuda, first, progress)?;
         let cpu = CpuExecutor::first(file.clone(), cpu, first)?;
+        let cuda = CudaExecutor::last(file.clone(), cuda, first, progress)?;
         Ok(SplitExecutor { file, cpu, cuda, first, ready: BTreeMap::new(), next: 0 })
     }
 
