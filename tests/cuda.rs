@@ -115,6 +115,10 @@ fn the_program_answers_on_the_gpu() {
     let auto: Vec<&str> = args.iter().copied().chain(["--device", "auto"]).collect();
     quern_on_gpu(&auto, &[("VGPU_MEMORY", "1000000")]).ok().says(&["device: cpu (memory of cuda:0"]);
     quern_on_gpu(&auto, &[("VGPU_DRIVER_VERSION", "11080")]).ok().says(&["device: cpu", "CUDA 11.8"]);
+    // A device in the host's memory: the file's pages are given up, and it is all the same.
+    let shares = [("VGPU_INTEGRATED", "1")];
+    quern_on_gpu(&["info", "--devices"], &shares).ok().prints(&["shares the host's memory"]);
+    assert_eq!(quern_on_gpu(&gpu, &shares).ok().json()["tokens"], answer["tokens"]);
     // Less shared memory, another number of multiprocessors, every check.
     let other = [("VGPU_CC", "8.6"), ("VGPU_SMS", "128"), ("VGPU_CHECK", "fatal")];
     assert_eq!(quern_on_gpu(&gpu, &other).ok().json()["tokens"], answer["tokens"]);

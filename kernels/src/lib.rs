@@ -5,5 +5,6 @@ pub mod cores;
 pub mod cpu;
 pub mod cuda;
 pub mod exec;
+pub mod memory;
 pub mod reference;
 pub mod team;

@@ -2,10 +2,24 @@
 
 use std::{fs::File, io, ops::Deref, path::Path};
 
+use memmap2::{Mmap, MmapOptions};
+
 /// A file mapped read-only and shared, so that processes using the same file share its pages.
 #[derive(Debug)]
 pub struct Mapped {
-    map: memmap2::Mmap,
+    map: Mmap,
+    file: File,
+}
+
+/// A part of a mapped file, mapped once more, to be read once: when it goes away, the system is told that nobody needs
+/// the part's pages, and takes those that no other map has in use. Until then they are a second copy of what was made
+/// of them.
+#[derive(Debug)]
+pub struct ReadOnce<'a> {
+    /// Always there until it is dropped.
+    map: Option<Mmap>,
+    file: &'a File,
+    at: u64,
 }
 
 impl Mapped {
@@ -19,12 +33,23 @@ impl Mapped {
         if file.metadata()?.len() == 0 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file is empty"));
         }
-        // SAFETY: the map is read-only. Our own writer never changes a file in place (it writes a
-        // sibling and renames), so the bytes stay as they are unless another program truncates the
-        // file while it is in use, which no user of a shared map can prevent.
-        let map = unsafe { memmap2::Mmap::map(&file)? };
-        Ok(Mapped { map })
+        let map = map(&file, MmapOptions::new())?;
+        Ok(Mapped { map, file })
     }
+
+    /// Maps `len` bytes from `at` on once more. Panics if the file's map does not have them.
+    pub fn read_once(&self, at: usize, len: usize) -> io::Result<ReadOnce<'_>> {
+        assert!(at.checked_add(len).is_some_and(|end| end <= self.map.len()), "{len} bytes at {at}");
+        let map = map(&self.file, MmapOptions::new().offset(at as u64).len(len).to_owned())?;
+        Ok(ReadOnce { map: Some(map), file: &self.file, at: at as u64 })
+    }
+}
+
+fn map(file: &File, options: MmapOptions) -> io::Result<Mmap> {
+    // SAFETY: the map is read-only. Our own writer never changes a file in place (it writes a
+    // sibling and renames), so the bytes stay as they are unless another program truncates the
+    // file while it is in use, which no user of a shared map can prevent.
+    unsafe { options.map(file) }
 }
 
 impl Deref for Mapped {
@@ -34,3 +59,34 @@ impl Deref for Mapped {
         &self.map
     }
 }
+
+impl Deref for ReadOnce<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.map.as_deref().expect("there until it is dropped")
+    }
+}
+
+impl Drop for ReadOnce<'_> {
+    fn drop(&mut self) {
+        let len = self.len() as u64;
+        // Before the advice: pages that are mapped are not given up.
+        self.map = None;
+        // Pages come in groups, of which one is given up as a whole or not at all, and which know nothing of tensors.
+        let before = self.at.min(GROUP);
+        // Advice: where it is not followed, the pages stay until others need them.
+        #[cfg(target_os = "linux")]
+        let _ = rustix::fs::fadvise(
+            self.file,
+            self.at - before,
+            std::num::NonZeroU64::new(len + before),
+            rustix::fs::Advice::DontNeed,
+        );
+        #[cfg(not(target_os = "linux"))]
+        let _ = (self.file, len + before);
+    }
+}
+
+/// Bytes of the largest group of pages that is usual.
+const GROUP: u64 = 2 << 20;

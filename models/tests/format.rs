@@ -99,6 +99,27 @@ fn sample(test: &str) -> Vec<u8> {
 }
 
 #[test]
+fn a_tensor_that_is_read_once_is_the_tensor() {
+    let path = dir("once").join("m.qrn");
+    write(&path);
+    let file = ModelFile::open(&path).unwrap();
+    for (i, plan) in plans().iter().enumerate() {
+        let want = bytes(plan, i);
+        let once = file.view_once(i).unwrap();
+        let (view, whole) = (once.view(), file.view(i));
+        assert_eq!((view.n, view.k, view.scheme), (whole.n, whole.k, whole.scheme));
+        assert_eq!(view.codes, &want[..view.codes.len()], "{}", plan.name);
+        assert_eq!((view.codes, view.scales, view.zeros), (whole.codes, whole.scales, whole.zeros), "{}", plan.name);
+        drop(once);
+        // What was given up is read again.
+        assert_eq!(file.view(i).codes, file.view_once(i).unwrap().view().codes, "{}", plan.name);
+        assert_eq!(file.view(i).codes, &want[..file.view(i).codes.len()], "{}", plan.name);
+    }
+    file.verify().unwrap();
+    fs::remove_dir_all(dir("once")).unwrap();
+}
+
+#[test]
 fn what_was_written_is_read() {
     let dir = dir("round");
     let path = dir.join("m.qrn");

@@ -6,6 +6,7 @@ use quern_kernels::{
     cpu::kv::BLOCK,
     cuda::MOST_ROWS,
     exec::{self, Device, DeviceMemory, HostMemory},
+    memory::available,
 };
 use quern_models::{
     ModelFile, ModelSpec,
@@ -72,7 +73,7 @@ impl MemoryPlan {
             whole: true,
         };
         let there = exec::device_memory(file, &options.exec(spec));
-        let Some(DeviceMemory { weights, block, scratch: buffers, free, layers, host }) = there else {
+        let Some(DeviceMemory { weights, block, scratch: buffers, free, layers, host, shared }) = there else {
             let block = exec::block_bytes(spec, options.kv) as u64;
             let scratch = scratch(spec, options.rows(), options.sequences + LOGIT_ROWS);
             return plan(options.device, file.file_len(), block, scratch, available());
@@ -83,12 +84,17 @@ impl MemoryPlan {
             Box::new(MemoryPlan { whole: false, ..plan(Device::Cpu, weights, block, scratch, available()) })
         });
         let with = |n: &usize| MemoryPlan::new(file, &EngineOptions { gpu_layers: Some(*n), ..*options });
-        MemoryPlan {
+        let mut plan = MemoryPlan {
             gpu_layers: layers.filter(|n| with(n).fits()),
             whole: host.is_none(),
             host,
             ..plan(options.device, weights, block, buffers, free)
+        };
+        let used = plan.needed();
+        if let Some(host) = plan.host.as_mut().filter(|_| shared) {
+            host.available = host.available.map(|there| there.saturating_sub(used));
         }
+        plan
     }
 
     /// Whether everything has room, where the system says how much there is.
@@ -179,30 +185,6 @@ fn scratch(spec: &ModelSpec, rows: usize, logit_rows: usize) -> u64 {
     numbers.saturating_mul(4).saturating_add(32 << 20)
 }
 
-/// Memory that can be had: what the system calls available, or what is left to this process's group if that is less.
-fn available() -> Option<u64> {
-    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let info = std::fs::read_to_string("/proc/meminfo").ok();
-    let system = info.as_deref().and_then(meminfo);
-    // Pages of files are given back when others need them, the mapped weights among them.
-    let stat = std::fs::read_to_string("/sys/fs/cgroup/memory.stat").unwrap_or_default();
-    let files: u64 = ["inactive_file ", "active_file "].iter().filter_map(|field| stat_of(&stat, field)).sum();
-    let group = number("/sys/fs/cgroup/memory.max")
-        .zip(number("/sys/fs/cgroup/memory.current"))
-        .map(|(most, used)| most.saturating_sub(used.saturating_sub(files)));
-    [system, group].into_iter().flatten().min()
-}
-
-/// A field of memory.stat, bytes.
-fn stat_of(text: &str, field: &str) -> Option<u64> {
-    text.lines().find_map(|line| line.strip_prefix(field))?.trim().parse().ok()
-}
-
-fn meminfo(text: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
-}
-
 fn size(bytes: u64) -> String {
     crate::cli::size(bytes)
 }
@@ -210,16 +192,6 @@ fn size(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_the_system_says_is_read() {
-        assert_eq!(meminfo("MemTotal: 5 kB\nMemAvailable:   2048 kB\nBuffers: 1 kB\n"), Some(2048 << 10));
-        assert_eq!(meminfo("MemTotal: 5 kB\n"), None);
-        assert_eq!(stat_of("anon 7\nactive_file 12\ninactive_file 5\n", "active_file "), Some(12));
-        if cfg!(target_os = "linux") {
-            assert!(available().is_some_and(|bytes| bytes > 1 << 20));
-        }
-    }
 
     #[test]
     fn a_plan_that_does_not_fit_says_what_would() {

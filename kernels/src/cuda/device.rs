@@ -107,10 +107,13 @@ impl Device {
         &self.info
     }
 
-    /// Free and total bytes of memory now.
+    /// Free and total bytes of memory now. In the host's memory, what files have cached counts as free: the system gives
+    /// it up for the device, too, but the driver does not say so.
     pub fn memory(&self) -> Result<(usize, usize), CudaError> {
         self.bind()?;
-        result::mem_get_info().map_err(|e| CudaError::call("cuMemGetInfo", e))
+        let (free, total) = result::mem_get_info().map_err(|e| CudaError::call("cuMemGetInfo", e))?;
+        let host = crate::memory::available().filter(|_| self.info.integrated);
+        Ok((host.map_or(free, |host| free.max(host as usize).min(total)), total))
     }
 
     /// Makes the device the calling thread's; everything below begins with it.

@@ -156,8 +156,14 @@ impl Load<'_> {
     }
 
     fn matrix(&mut self, name: &str) -> Result<Weight, CudaError> {
-        let form = form_of(self.file, name, self.form);
-        Weight::upload(self.up, &self.file.view(self.index(name)), form)
+        let (form, index) = (form_of(self.file, name, self.form), self.index(name));
+        // Where the device's memory is the host's, weights and the file's pages would fill it twice.
+        if self.up.device().info().integrated
+            && let Ok(once) = self.file.view_once(index)
+        {
+            return Weight::upload(self.up, &once.view(), form);
+        }
+        Weight::upload(self.up, &self.file.view(index), form)
     }
 
     fn values(&self, name: &str) -> Vec<f32> {

@@ -200,6 +200,8 @@ pub struct DeviceMemory {
     pub layers: Option<usize>,
     /// What layers on the CPU take of the host's memory.
     pub host: Option<HostMemory>,
+    /// The device's memory is the host's.
+    pub shared: bool,
 }
 
 /// What a model takes of the host's memory where its first layers are on the CPU, besides the buffers of a step.
@@ -222,7 +224,8 @@ pub fn device_memory(file: &ModelFile, options: &ExecOptions) -> Option<DeviceMe
     let ExecOptions { blocks, kv, rows, .. } = *options;
     let cuda = CudaOptions { ordinal, blocks, form, kv, rows };
     let plan = CudaPlan::of(file, &cuda, first);
-    let free = cuda::Device::open(ordinal).and_then(|d| d.memory()).ok().map(|(free, _)| free);
+    let device = cuda::Device::open(ordinal).ok();
+    let free = device.as_ref().and_then(|d| d.memory().ok()).map(|(free, _)| free);
     let full = free.filter(|&free| free < plan.total());
     let of_layers = |i: &usize| file.tensors()[*i].name.starts_with("layers.");
     let bytes = |first: usize| cuda::tensors(file, first).filter(of_layers).map(|i| file.tensors()[i].len).sum::<u64>();
@@ -237,6 +240,7 @@ pub fn device_memory(file: &ModelFile, options: &ExecOptions) -> Option<DeviceMe
             weights: bytes(0) - bytes(first) + tables.sum::<u64>(),
             block: KvMemory::block_bytes(&kv_layers(spec)[..first], kv) as u64,
         }),
+        shared: device.is_some_and(|d| d.info().integrated),
     })
 }
 

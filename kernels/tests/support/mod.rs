@@ -2,7 +2,10 @@
 
 #![allow(clippy::unwrap_used, dead_code)]
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use quern_kernels::exec::{Chunk, ChunkOutput, Executor, Output, Plan};
 use quern_models::{
@@ -104,6 +107,20 @@ pub fn everything() -> ModelSpec {
 }
 
 pub fn made(name: &str, linear: Scheme, embed: Scheme, spec: ModelSpec) -> Arc<ModelFile> {
+    let path = path(name);
+    written(&path, linear, embed, spec);
+    let file = ModelFile::open(&path).unwrap();
+    std::fs::remove_file(path).unwrap();
+    Arc::new(file)
+}
+
+/// Where a model of this process is.
+pub fn path(name: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("quern-exec-{name}-{}.qrn", std::process::id()))
+}
+
+/// Writes a random model.
+pub fn written(path: &Path, linear: Scheme, embed: Scheme, spec: ModelSpec) {
     let scheme = |t: &quern_models::spec::Needed| match (t.dims.len(), t.name.as_str()) {
         (1, _) if t.order => Scheme::Order,
         (1, _) => Scheme::Float(FloatType::F32),
@@ -120,8 +137,7 @@ pub fn made(name: &str, linear: Scheme, embed: Scheme, spec: ModelSpec) -> Arc<M
         generation: Generation::default(),
         provenance: serde_json::json!({}),
     };
-    let path: PathBuf = std::env::temp_dir().join(format!("quern-exec-{name}-{}.qrn", std::process::id()));
-    let mut writer = FileWriter::create(&path, &meta, plans.clone()).unwrap();
+    let mut writer = FileWriter::create(path, &meta, plans.clone()).unwrap();
     let mut state = 88172645463325252u64;
     let mut random = move || {
         state ^= state << 13;
@@ -145,7 +161,8 @@ pub fn made(name: &str, linear: Scheme, embed: Scheme, spec: ModelSpec) -> Arc<M
                 let mean = if n == 1 && !plan.name.ends_with("_bias") { 1.0 } else { 0.0 };
                 let size = if n == 1 { 1.0 } else { size };
                 // A damaged model, by its name.
-                let mean = if name == "nan" && plan.name == "norm" { f32::NAN } else { mean };
+                let nan = path.to_string_lossy().contains("-nan-");
+                let mean = if nan && plan.name == "norm" { f32::NAN } else { mean };
                 (0..n * k).for_each(|_| t.push(mean + random() * size, &mut bytes))
             }
             Scheme::Int { bits, zero, scale, .. } => {
@@ -169,9 +186,6 @@ pub fn made(name: &str, linear: Scheme, embed: Scheme, spec: ModelSpec) -> Arc<M
         writer.write(&bytes).unwrap();
     }
     writer.finish().unwrap();
-    let file = ModelFile::open(&path).unwrap();
-    std::fs::remove_file(path).unwrap();
-    Arc::new(file)
 }
 
 pub fn int(bits: u8, group: u32, zero: ZeroKind) -> Scheme {

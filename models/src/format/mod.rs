@@ -7,7 +7,7 @@ mod writer;
 use std::{io, path::PathBuf};
 
 pub use layout::{MAGIC, PAGE, SectionKind, TensorInfo, VERSION};
-pub use reader::{ModelFile, Verified};
+pub use reader::{ModelFile, TensorOnce, Verified};
 pub use writer::{FileWriter, Meta, TensorPlan, create_sibling, destination};
 
 /// Why a file cannot be used or written.

@@ -4,7 +4,7 @@
 //! and page-aligned, tensors do not overlap, and header and tensors cover the file exactly. Tensor
 //! bytes themselves, but for orders, are checked only by [`ModelFile::verify`]: opening must not read gigabytes.
 
-use std::{collections::HashMap, path::Path};
+use std::{collections::HashMap, io, path::Path};
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     Scheme, TensorView,
-    map::Mapped,
+    map::{Mapped, ReadOnce},
     spec::{Generation, ModelSpec},
 };
 
@@ -32,6 +32,26 @@ pub struct Verified {
     pub tensors: usize,
     /// Bytes hashed.
     pub bytes: u64,
+}
+
+/// A tensor of [`ModelFile::view_once`].
+#[derive(Debug)]
+pub struct TensorOnce<'a> {
+    info: &'a TensorInfo,
+    bytes: ReadOnce<'a>,
+}
+
+impl TensorOnce<'_> {
+    /// The tensor.
+    pub fn view(&self) -> TensorView<'_> {
+        view(self.info, &self.bytes)
+    }
+}
+
+fn view<'a>(info: &TensorInfo, bytes: &'a [u8]) -> TensorView<'a> {
+    let (n, k) = info.shape();
+    let view = TensorView::new(n as usize, k as usize, info.scheme, bytes);
+    view.expect("read() checked that the planes fill the tensor's length")
 }
 
 #[derive(Debug)]
@@ -117,10 +137,14 @@ impl ModelFile {
     /// A tensor by its index: cheap enough to be asked at every use.
     pub fn view(&self, index: usize) -> TensorView<'_> {
         let info = &self.header.tensors[index];
-        let (n, k) = info.shape();
-        let bytes = &self.map[info.offset as usize..(info.offset + info.len) as usize];
-        let view = TensorView::new(n as usize, k as usize, info.scheme, bytes);
-        view.expect("read() checked that the planes fill the tensor's length")
+        view(info, &self.map[info.offset as usize..(info.offset + info.len) as usize])
+    }
+
+    /// A tensor that is read once, for a device that has its copy in the same memory: when the value goes away, the
+    /// system is told that the file's pages are not needed. They are read from the file again if they are, after all.
+    pub fn view_once(&self, index: usize) -> io::Result<TensorOnce<'_>> {
+        let info = &self.header.tensors[index];
+        Ok(TensorOnce { info, bytes: self.map.read_once(info.offset as usize, info.len as usize)? })
     }
 
     /// Hashes every tensor. The first difference is an error that names the tensor.
