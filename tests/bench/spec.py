@@ -7,9 +7,9 @@
 The prompts are in tests/bench/spec/*.txt, one group per file; `repetition` is the groups summary, edit, quote and json
 together. Answers are greedy but where a file's head says `# temperature T`; those have a seed. One client, one request
 at a time. In a round, each prompt is put to each server in turn, and who begins alternates; every round starts the
-servers afresh, so that no drafter has seen an answer to the same prompt. With LLAMA_SERVER, it takes its turns plain and
-once for each --peer, with those flags; by default its n-gram mode as it comes (matches of 12 tokens, drafts of 48) and
-with short matches and drafts.
+servers afresh, so that no drafter has seen an answer to the same prompt. With LLAMA_SERVER, it takes its turns plain
+and once for each --peer, with those flags; by default its n-gram mode as it comes (matches of 12 tokens, drafts of 48)
+and with short matches and drafts.
 
 Printed per group: medians over the prompts of tokens per second after the first token (`timings.predicted_per_second`;
 of a prompt, the median of its rounds) without and with speculation, the median ratio and the range of ratios, and
@@ -173,7 +173,7 @@ def main():
     parser.add_argument("qrn")
     parser.add_argument("peer", nargs="*", metavar="LLAMA_SERVER MODEL.gguf")
     parser.add_argument("--speculate", default="auto", help="the method; `off` compares the server with itself")
-    parser.add_argument("--peer", dest="peer_flags", action="append", metavar="FLAGS", help="llama-server's; repeatable")
+    parser.add_argument("--peer", dest="peer_flags", action="append", metavar="FLAGS", help="repeatable")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--tokens", type=int, default=128)
