@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod cli;
+pub mod draft;
 pub mod engine;
 pub mod grammar;
 pub mod random;

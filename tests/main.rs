@@ -16,6 +16,7 @@ mod real;
 mod serve;
 mod serving;
 mod sources;
+mod speculation;
 mod support;
 mod supported;
 mod tokenizers;

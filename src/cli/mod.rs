@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod convert;
+pub mod draft;
 pub mod eval;
 pub mod export;
 pub mod info;
@@ -9,7 +10,11 @@ pub mod run;
 pub mod serve;
 pub mod upload;
 
-use std::{error::Error, ffi::OsString, path::Path};
+use std::{
+    error::Error,
+    ffi::OsString,
+    path::{Path, PathBuf},
+};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use quern_kernels::{
@@ -19,6 +24,7 @@ use quern_kernels::{
 };
 use quern_models::{FormatError, ModelFile};
 
+use crate::draft::Speculation;
 use crate::engine::{Engine, EngineOptions, OpenError};
 
 /// Quantized language models in one file, run on a CPU or an NVIDIA GPU.
@@ -174,6 +180,14 @@ pub struct EngineArgs {
     /// Keys and values
     #[arg(long, value_enum, default_value = "f16", help_heading = "Engine")]
     pub kv: Kv,
+    /// Guess tokens ahead, METHOD or METHOD:K: off, ngram (the text's own repetitions), suffix (and earlier answers'),
+    /// grammar (what it leaves no choice about), draft (the model of --draft), auto (what pays most). The text is the same in any case. K: always so
+    /// many, instead of as many as pay
+    #[arg(long, value_name = "METHOD", default_value = "auto", help_heading = "Engine")]
+    pub speculate: Speculation,
+    /// A small model with the same tokens that writes ahead of this one (a .qrn file)
+    #[arg(long, value_name = "FILE", help_heading = "Engine")]
+    pub draft: Option<PathBuf>,
 }
 
 impl EngineArgs {
@@ -199,6 +213,7 @@ impl EngineArgs {
             context: self.ctx,
             activations: self.activations.map(Into::into),
             kv: self.kv.into(),
+            speculation: self.speculate,
             ..EngineOptions::default()
         }
     }

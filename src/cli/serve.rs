@@ -12,7 +12,7 @@ use clap::{Args, ValueEnum};
 use quern_models::{ModelFile, ModelSpec};
 
 use super::{
-    EngineArgs, Usage, positive,
+    EngineArgs, Usage, draft, positive,
     run::{RunError, note},
     upload,
 };
@@ -184,7 +184,12 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
         return Err(RunError::Open(OpenError::Context { asked: args.engine.ctx, most }).into());
     }
     let options = args.engine.fitting(&file, engine_options(args, file.spec())).map_err(RunError::Open)?;
-    let plan = Engine::memory(&file, &options).with_requests(args.request_memory);
+    let small = args.engine.draft.as_ref().map(|path| draft::open(path, &file)).transpose();
+    let small = small.map_err(|e| Usage(format!("--draft: {e}")))?;
+    let mut plan = Engine::memory(&file, &options).with_requests(args.request_memory);
+    if let Some(small) = &small {
+        plan = plan.with_draft(small, &options);
+    }
     say(&plan.to_string());
     plan.check(options.context_of(file.spec()))?;
     let text = TextModel::of(&file)?;
@@ -198,6 +203,9 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
         .map_err(|e| format!("{}: the file's sampling defaults cannot be used: {e}", args.file.display()))?;
     let progress = upload::progress(file.file_len());
     let mut engine = Engine::open(Arc::new(file), options, progress).map_err(RunError::Open)?;
+    if let Some(small) = small {
+        engine.with_draft(small, options).map_err(RunError::Open)?;
+    }
     if let Some(dir) = &args.cache_dir {
         say(&engine.keep_in(dir.clone()));
     }

@@ -2,11 +2,11 @@
 
 use quern_kernels::{
     exec::{ChunkOutput, Output},
-    sample::{History, Sampled, logprobs, sample_allowed},
+    sample::{History, SampleError, Sampled, SamplingParams, logprobs, sample_allowed},
 };
 
-use super::{Failure, Finish, Pooling, Request, Score, TokenSet};
-use crate::sched::Scheduled;
+use super::{Failure, Finish, Pooling, Request, Score, TokenSet, ahead::Ahead};
+use crate::{draft::Method, sched::Scheduled};
 
 /// A request in progress.
 pub(super) struct Active {
@@ -14,8 +14,9 @@ pub(super) struct Active {
     /// Tokens generated.
     generated: usize,
     vocab: usize,
-    /// What may come next, where there is a constraint.
-    allowed: Option<TokenSet>,
+    /// What may come next, where there is a constraint: of each row whose token is chosen, as words.
+    allowed: Option<(TokenSet, Vec<u32>)>,
+    ahead: Ahead,
     /// Logprobs of the prompt so far, its first token left out.
     scores: Vec<Score>,
     scores_told: bool,
@@ -31,26 +32,84 @@ pub(super) enum Got {
     PromptOnly,
     /// Its vector.
     Vector(Vec<f32>),
-    /// The next token.
-    Token(Sampled),
+    /// The next tokens: right guesses and one more, unless none could be chosen after them.
+    Tokens(Vec<Sampled>, Option<SampleError>),
 }
 
 impl Active {
-    pub fn new(request: Request, vocab: usize) -> Active {
-        let allowed = request.constraint.is_some().then(|| TokenSet::new(vocab));
-        Active { request, generated: 0, vocab, allowed, scores: vec![], scores_told: false, sum: (vec![], 0) }
+    pub fn new(request: Request, vocab: usize, ahead: Ahead) -> Active {
+        let allowed = request.constraint.is_some().then(|| (TokenSet::new(vocab), vec![]));
+        Active { request, generated: 0, vocab, allowed, ahead, scores: vec![], scores_told: false, sum: (vec![], 0) }
     }
 
-    /// Asks the constraint what may come.
-    pub fn mask(&mut self) -> Result<(), String> {
-        if let (Some(constraint), Some(allowed)) = (&mut self.request.constraint, &mut self.allowed) {
-            allowed.clear();
-            constraint.0.allow(allowed)?;
-            if allowed.is_empty() {
-                return Err("it allows no token".into());
-            }
+    /// Asks the constraint what may come, after the text and after each guess. Returns how many guesses it allows.
+    pub fn mask(&mut self, guesses: &[u32]) -> Result<usize, String> {
+        let (Some(constraint), Some((set, words))) = (&mut self.request.constraint, &mut self.allowed) else {
+            return Ok(guesses.len());
+        };
+        words.clear();
+        set.clear();
+        constraint.0.allow(set)?;
+        if set.is_empty() {
+            return Err("it allows no token".into());
         }
-        Ok(())
+        words.extend_from_slice(set.words());
+        if guesses.is_empty() {
+            return Ok(0);
+        }
+        let mut ahead = constraint.clone();
+        for (i, &guess) in guesses.iter().enumerate() {
+            if !set.contains(guess) || ahead.0.follow(guess).is_err() || ahead.0.ended() {
+                return Ok(i);
+            }
+            set.clear();
+            // What cannot be said now may be said, or fail, when it is its turn.
+            if ahead.0.allow(set).is_err() || set.is_empty() {
+                return Ok(i);
+            }
+            words.extend_from_slice(set.words());
+        }
+        Ok(guesses.len())
+    }
+
+    /// Tokens that the constraint leaves no choice about.
+    pub fn forced(&mut self) -> Vec<u32> {
+        self.request.constraint.as_mut().map_or(vec![], |constraint| constraint.0.forced())
+    }
+
+    /// How tokens are chosen and how long the prompt is, where a small model may write ahead.
+    pub fn written(&self) -> Option<(&SamplingParams, usize)> {
+        let method = self.ahead.speculation.method;
+        let may = self.request.embed.is_none() && matches!(method, Method::Auto | Method::Draft);
+        may.then_some((&self.request.sampling, self.request.prompt.len()))
+    }
+
+    /// Whether a token ends the text.
+    pub fn ends(&self, token: u32) -> bool {
+        !self.request.ignore_eos && self.request.stop_ids.contains(&token)
+    }
+
+    /// Tokens that may still be generated; none where none are wanted.
+    pub fn left(&self) -> usize {
+        if self.request.embed.is_some() || self.scores_left() {
+            return 0;
+        }
+        self.request.max_tokens.saturating_sub(self.generated)
+    }
+
+    /// Tokens generated.
+    pub fn generated(&self) -> usize {
+        self.generated
+    }
+
+    /// What is known about guesses of its text.
+    pub fn ahead(&self) -> &Ahead {
+        &self.ahead
+    }
+
+    /// The same.
+    pub fn ahead_mut(&mut self) -> &mut Ahead {
+        &mut self.ahead
     }
 
     /// Prompt tokens whose logprobs are still to come.
@@ -75,12 +134,12 @@ impl Active {
             return Output::None;
         }
         Output::Tokens {
-            from: last,
+            from: last - share.guesses,
             params: &self.request.sampling,
             history,
             prompt_len: self.request.prompt.len(),
             logprobs: self.request.logprobs,
-            allowed: self.allowed.as_ref().map(TokenSet::words),
+            allowed: self.allowed.as_ref().map(|(_, words)| &words[..]),
         }
     }
 
@@ -94,8 +153,19 @@ impl Active {
     ) -> Result<Got, Failure> {
         match output {
             ChunkOutput::Tokens(sampled) => {
-                let sampled = sampled?.into_iter().next();
-                Ok(sampled.map_or(Got::Nothing, Got::Token))
+                let (mut next, guesses) = (vec![], &tokens[tokens.len() - share.guesses..]);
+                for (i, sampled) in sampled.into_iter().enumerate() {
+                    let sampled = match sampled {
+                        Ok(sampled) => sampled,
+                        Err(error) => return Ok(Got::Tokens(next, Some(error))),
+                    };
+                    let right = guesses.get(i) == Some(&sampled.token);
+                    next.push(sampled);
+                    if !right {
+                        break;
+                    }
+                }
+                Ok(Got::Tokens(next, None))
             }
             ChunkOutput::Hidden(states) => Ok(self.pool(share, start, states)),
             ChunkOutput::Logits(rows) => self.score(share, start, rows, tokens),
@@ -141,9 +211,10 @@ impl Active {
         }
         let row = rows.len() - self.vocab;
         let history = History { tokens, prompt_len: self.request.prompt.len() };
-        let allowed = self.allowed.as_ref().map(TokenSet::words);
+        let allowed = self.allowed.as_ref().map(|(_, words)| &words[..]);
         let (params, position) = (&self.request.sampling, tokens.len() as u64);
-        Ok(Got::Token(sample_allowed(&mut rows[row..], params, history, position, self.request.logprobs, allowed)?))
+        let next = sample_allowed(&mut rows[row..], params, history, position, self.request.logprobs, allowed)?;
+        Ok(Got::Tokens(vec![next], None))
     }
 
     /// Logprobs of the prompt, once they are complete.

@@ -8,6 +8,11 @@ pub trait Grammar: Send {
     /// Takes the token that was chosen.
     fn follow(&mut self, token: u32) -> Result<(), String>;
 
+    /// Tokens about which there is no choice, as far as that is known without searching; a guess may be wrong.
+    fn forced(&mut self) -> Vec<u32> {
+        vec![]
+    }
+
     /// Whether the answer is complete and nothing more may come.
     fn ended(&self) -> bool;
 

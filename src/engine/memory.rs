@@ -102,6 +102,19 @@ impl MemoryPlan {
         self.available.is_none_or(|there| there >= self.needed()) && self.host.as_ref().is_none_or(|host| host.fits())
     }
 
+    /// The plan of an engine with a small model besides, which has as many blocks.
+    pub fn with_draft(self, file: &ModelFile, options: &EngineOptions) -> MemoryPlan {
+        let small = MemoryPlan::new(file, &EngineOptions { gpu_layers: None, ..*options });
+        let block = small.token_bytes * BLOCK as u64;
+        MemoryPlan {
+            weights: self.weights.saturating_add(small.weights),
+            cache: self.cache.saturating_add(block.saturating_mul((self.tokens / BLOCK) as u64)),
+            scratch: self.scratch.saturating_add(small.scratch),
+            token_bytes: self.token_bytes + small.token_bytes,
+            ..self
+        }
+    }
+
     /// The plan of a server that gives so many bytes to requests that are not computed yet.
     /// On a GPU they do not count: they are in the host's memory, and the plan is of the device's.
     pub fn with_requests(self, requests: u64) -> MemoryPlan {

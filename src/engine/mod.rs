@@ -6,12 +6,14 @@
 //! appears. The commands are written against the trait, so their tests run on a fake engine.
 
 mod active;
+mod ahead;
 mod constraint;
 mod defaults;
 mod keep;
 mod memory;
 mod pace;
 mod run;
+mod small;
 pub mod worker;
 
 pub use constraint::{Constraint, Grammar, TokenSet};
@@ -22,6 +24,8 @@ pub use run::{Engine, EngineOptions, OpenError};
 use std::time::Instant;
 
 use quern_kernels::sample::{SampleError, SamplingParams};
+
+use crate::draft::{self, Speculation};
 
 /// One text to continue.
 #[derive(Debug, Clone, Default)]
@@ -46,6 +50,8 @@ pub struct Request {
     pub cache_salt: Option<String>,
     /// What the answer may be.
     pub constraint: Option<Constraint>,
+    /// How it is guessed ahead; `None`: as the engine does. The text is the same in any case.
+    pub speculation: Option<Speculation>,
     /// Report the hidden states of the prompt instead of continuing it; `max_tokens` is not looked at.
     pub embed: Option<Pooling>,
 }
@@ -114,6 +120,15 @@ pub enum Event {
         /// The most likely tokens and their logprobs, likeliest first, when the request asked.
         top: Vec<(u32, f32)>,
     },
+    /// A step checked guesses of a request; comes before the tokens of the step.
+    Guessed {
+        /// As returned by [`Generator::add`].
+        request: u64,
+        /// Tokens guessed, at least one.
+        drafted: usize,
+        /// Of them right, and after none that was wrong.
+        accepted: usize,
+    },
     /// The last event of a request; its number is free afterwards.
     Finished {
         /// As returned by [`Generator::add`].
@@ -138,6 +153,7 @@ impl Event {
             | Event::Prompt { request, .. }
             | Event::Embedding { request, .. }
             | Event::Token { request, .. }
+            | Event::Guessed { request, .. }
             | Event::Finished { request, .. }
             | Event::Failed { request, .. } => request,
         }
@@ -183,6 +199,8 @@ pub struct Stats {
     pub prefix_queries: u64,
     /// Prompt tokens found there.
     pub prefix_hits: u64,
+    /// What became of guesses.
+    pub guesses: draft::Counts,
     /// Steps.
     pub steps: u64,
     /// Tokens computed.

@@ -5,16 +5,20 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Instant};
 use quern_kernels::{
     cpu::kv::{BLOCK, KvType},
     exec::{self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, Plan},
+    sample::Sampled,
 };
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
 use super::{
     EngineError, Event, Failure, Finish, Generator, Limits, Pooling, Request, Stats,
     active::{Active, Got},
+    ahead::{Ahead, Guesser},
     keep,
     memory::MemoryPlan,
     pace::Pace,
+    small::{Asked, Small},
 };
+use crate::draft::{Guess, Speculation};
 use crate::random;
 use crate::sched::{Arrival, KvPool, Node, Scheduled, Scheduler, Step};
 
@@ -39,6 +43,8 @@ pub struct EngineOptions {
     pub activations: Option<Activations>,
     /// Keys and values.
     pub kv: KvType,
+    /// How answers are guessed ahead, unless a request says it.
+    pub speculation: Speculation,
 }
 
 impl Default for EngineOptions {
@@ -53,6 +59,7 @@ impl Default for EngineOptions {
             batch_tokens: 0,
             activations: None,
             kv: KvType::F16,
+            speculation: Speculation::OFF,
         }
     }
 }
@@ -90,6 +97,9 @@ pub enum OpenError {
     /// The device cannot run it.
     #[error(transparent)]
     Exec(#[from] ExecError),
+    /// The small model cannot follow this one.
+    #[error("--draft: {0}")]
+    Draft(&'static str),
     /// An option contradicts the model.
     #[error("--ctx {asked}: the model was made for at most {most} tokens")]
     Context {
@@ -113,6 +123,8 @@ pub struct Engine {
     /// Makes nodes of salts that nobody outside can foresee.
     secret: u64,
     pace: Pace,
+    guesser: Guesser,
+    small: Option<Small>,
     stats: Stats,
     keep: Option<keep::Keep>,
 }
@@ -153,9 +165,27 @@ impl Engine {
             context,
             secret: random::unforeseen(),
             pace,
+            guesser: Guesser::new(options.speculation),
+            small: None,
             stats: Stats::default(),
             keep: None,
         }
+    }
+
+    /// Takes a small model to write ahead of this one; it must have the same tokens.
+    pub fn with_draft(&mut self, file: Arc<ModelFile>, options: EngineOptions) -> Result<(), OpenError> {
+        if window(self.file.spec()).is_some() {
+            return Err(OpenError::Draft(
+                "a model whose layers all have a window gives blocks back that the draft needs",
+            ));
+        }
+        let (most, vocab) = (file.spec().max_context, self.file.spec().vocab);
+        let blocks = self.executor.blocks();
+        let options = ExecOptions { blocks, gpu_layers: None, ..options.exec(file.spec()) };
+        let executor = exec::open(file, options, |_| {})?;
+        self.guesser.small = Some((0.0, most));
+        self.small = Some(Small::new(executor, vocab, most));
+        Ok(())
     }
 
     /// Finds computed beginnings in a folder, and keeps them there when the engine closes. Returns what was found.
@@ -183,13 +213,16 @@ impl Engine {
 
     /// Plans and runs one step; returns what each scheduled sequence got.
     fn run(&mut self, events: &mut Vec<Event>) -> Result<Vec<(Scheduled, ChunkOutput)>, EngineError> {
-        self.scheduler.set_budget(self.pace.budget(self.scheduler.load().0));
-        let step = self.scheduler.schedule();
+        let budget = self.pace.budget(self.scheduler.load().0);
+        self.scheduler.set_budget(budget);
+        let guesses = self.guesser.guess(&self.scheduler, &mut self.active, budget, self.context);
+        let room = |id| guesses.get(&id).map_or(0, |guess: &Guess| guess.tokens.len().max(guess.to_write));
+        let step = self.scheduler.schedule(room);
         let at = Instant::now();
         for &(request, cached) in &step.started {
             events.push(Event::Started { request, cached, at });
         }
-        let shares = self.masked(step, events)?;
+        let shares = self.masked(step, guesses, events)?;
         if shares.is_empty() {
             return Ok(vec![]);
         }
@@ -210,29 +243,78 @@ impl Engine {
         let tokens = shares.iter().map(|s| s.count).sum();
         self.stats.steps += 1;
         self.stats.computed += tokens as u64;
-        let prompts = shares.iter().map(|s| s.count).filter(|&count| count > 1).sum();
-        self.pace.took(tokens, prompts, start.elapsed());
+        let prompts = shares.iter().map(|s| s.count - s.guesses).filter(|&count| count > 1).sum();
+        let took = start.elapsed();
+        self.pace.took(tokens, prompts, took);
+        if prompts == 0 {
+            self.guesser.took(tokens, took.as_secs_f64());
+        }
         Ok(shares.into_iter().zip(outputs).collect())
     }
 
-    /// Copies the step's blocks and asks the constraints what may come; a request whose constraint fails is out.
-    fn masked(&mut self, step: Step, events: &mut Vec<Event>) -> Result<Vec<Scheduled>, EngineError> {
+    /// Copies the step's blocks, asks the constraints what may come, and puts guesses behind the texts that have room for
+    /// them. A request whose constraint fails is out.
+    fn masked(
+        &mut self,
+        step: Step,
+        mut guesses: BTreeMap<u64, Guess>,
+        events: &mut Vec<Event>,
+    ) -> Result<Vec<Scheduled>, EngineError> {
         for &(from, to) in &step.copies {
             self.executor.copy_block(from, to).map_err(failed)?;
+            if let Some(small) = &mut self.small {
+                small.copy_block(from, to).map_err(failed)?;
+            }
         }
         let mut shares = step.shares;
-        shares.retain(|share| {
+        self.write(&shares, &mut guesses)?;
+        shares.retain_mut(|share| {
             let active = self.active.get_mut(&share.id).expect("a scheduled sequence is active");
-            let masked = if share.last { active.mask() } else { Ok(()) };
-            if let Err(reason) = masked {
-                self.scheduler.remove(share.id);
-                self.active.remove(&share.id);
-                events.push(Event::Failed { request: share.id, error: Failure::Constraint(reason) });
-                return false;
+            if !share.last {
+                return true;
             }
-            true
+            let mut guess = guesses.remove(&share.id).unwrap_or_default();
+            guess.tokens.truncate(share.guesses);
+            match active.mask(&guess.tokens) {
+                Ok(allowed) => {
+                    guess.tokens.truncate(allowed);
+                    active.ahead_mut().expects(&guess);
+                    *share = self.scheduler.guess(*share, &guess.tokens);
+                    true
+                }
+                Err(reason) => {
+                    self.scheduler.remove(share.id);
+                    self.active.remove(&share.id);
+                    events.push(Event::Failed { request: share.id, error: Failure::Constraint(reason) });
+                    false
+                }
+            }
         });
         Ok(shares)
+    }
+
+    /// Lets the small model read what is computed, and write the guesses that are wanted of it.
+    fn write(&mut self, shares: &[Scheduled], guesses: &mut BTreeMap<u64, Guess>) -> Result<(), EngineError> {
+        let Some(small) = &mut self.small else { return Ok(()) };
+        let mut asked = vec![];
+        for share in shares {
+            let active = &self.active[&share.id];
+            if let Some((params, prompt_len)) = active.written() {
+                let wanted = guesses.get(&share.id).map_or(0, |guess| guess.to_write.min(share.guesses));
+                asked.push(Asked { share: Scheduled { guesses: wanted, ..*share }, params, prompt_len });
+            }
+        }
+        for (id, tokens) in small.write(&self.scheduler, &asked).map_err(failed)? {
+            let guess = guesses.entry(id).or_default();
+            guess.places.truncate(tokens.len());
+            // Where the text may end, nothing need be guessed.
+            let active = &self.active[&id];
+            let end = tokens.iter().position(|&token| active.ends(token)).unwrap_or(tokens.len());
+            guess.tokens = tokens;
+            guess.tokens.truncate(end);
+        }
+        self.guesser.small = Some((small.pass(), small.context()));
+        Ok(())
     }
 
     /// Takes what a share gave.
@@ -251,36 +333,57 @@ impl Engine {
         if let Some(tokens) = active.prompt_scores() {
             events.push(Event::Prompt { request, tokens });
         }
-        let sampled = match got {
-            Got::Nothing => return self.scheduler.computed(share, None),
+        let (sampled, error) = match got {
+            Got::Nothing => return self.scheduler.computed(share, &[]),
             Got::Vector(values) => {
-                self.scheduler.computed(share, None);
+                self.scheduler.computed(share, &[]);
                 events.push(Event::Embedding { request, values });
                 return self.finish(request, Finish::Stop, events);
             }
             Got::PromptOnly => {
-                self.scheduler.computed(share, None);
+                self.scheduler.computed(share, &[]);
                 return self.finish(request, Finish::Length, events);
             }
-            Got::Token(sampled) => sampled,
+            Got::Tokens(sampled, error) => (sampled, error),
         };
-        self.scheduler.computed(share, Some(sampled.token));
         let active = self.active.get_mut(&request).expect("as above");
-        let finish = active.follow(sampled.token, self.context);
-        let (id, logprob, top) = (sampled.token, sampled.logprob, sampled.top);
-        events.push(Event::Token { request, id, logprob, top });
-        match finish {
-            Ok(None) => {}
-            Ok(Some(finish)) => self.finish(request, finish, events),
-            Err(reason) => {
+        let (drafted, accepted) = (share.guesses, sampled.len().saturating_sub(1));
+        if drafted > 0 {
+            self.guesser.checked(active.ahead_mut(), drafted, accepted);
+            events.push(Event::Guessed { request, drafted, accepted });
+        }
+        let mut tokens = vec![];
+        let mut end = None;
+        for Sampled { token: id, logprob, top } in sampled {
+            tokens.push(id);
+            events.push(Event::Token { request, id, logprob, top });
+            match active.follow(id, self.context) {
+                Ok(None) => {}
+                Ok(Some(finish)) => end = Some(Ok(finish)),
+                Err(reason) => end = Some(Err(Failure::Constraint(reason))),
+            }
+            // What was guessed beyond the end is none of the text.
+            if end.is_some() {
+                break;
+            }
+        }
+        self.scheduler.computed(share, &tokens);
+        match end.or(error.map(|error| Err(error.into()))) {
+            None => {}
+            Some(Ok(finish)) => self.finish(request, finish, events),
+            Some(Err(error)) => {
                 self.scheduler.remove(request);
                 self.active.remove(&request);
-                events.push(Event::Failed { request, error: Failure::Constraint(reason) });
+                events.push(Event::Failed { request, error });
             }
         }
     }
 
     fn finish(&mut self, request: u64, finish: Finish, events: &mut Vec<Event>) {
+        if let (Some(active), Some(sequence)) = (self.active.get(&request), self.scheduler.running(request)) {
+            let known = sequence.tokens.len();
+            self.guesser.ended(active.ahead(), &sequence.tokens[known - active.generated()..]);
+        }
         self.scheduler.remove(request);
         self.active.remove(&request);
         events.push(Event::Finished { request, finish });
@@ -322,7 +425,9 @@ impl Generator for Engine {
             looks_up,
             logits: request.prompt_logprobs.is_some(),
         });
-        self.active.insert(id, Active::new(request, self.file.spec().vocab));
+        let speculation = request.speculation.unwrap_or(self.guesser.speculation);
+        let ahead = Ahead::new(speculation, request.cache_salt.is_none());
+        self.active.insert(id, Active::new(request, self.file.spec().vocab, ahead));
         Ok(id)
     }
 
@@ -366,6 +471,7 @@ impl Generator for Engine {
             preemptions: counts.preemptions,
             prefix_queries: counts.looked_up,
             prefix_hits: counts.found,
+            guesses: self.guesser.counts,
             ..self.stats
         }
     }

@@ -318,6 +318,17 @@ impl Grammar for Walk {
         Ok(())
     }
 
+    fn forced(&mut self) -> Vec<u32> {
+        if self.matcher.is_stopped() {
+            return vec![];
+        }
+        let bytes = self.matcher.compute_ff_bytes();
+        match self.matcher.tok_env() {
+            Ok(env) if !bytes.is_empty() => env.tokenize_bytes(&bytes),
+            _ => vec![],
+        }
+    }
+
     fn follow(&mut self, token: u32) -> Result<(), String> {
         let env = self.matcher.tok_env().map_err(|e| reason(&e.to_string()))?;
         let end = env.tok_trie().eos_tokens().contains(&token);

@@ -8,7 +8,9 @@
 //! 2. If nobody had to, waiting sequences are admitted in order while their whole text fits and a block is left for
 //!    everybody who runs. One whose beginning a running sequence is about to compute is passed over until that is
 //!    done: what many share is computed once.
-//! 3. Prompts share what is left of the budget: the first in order gets at least half of it, the others are served
+//! 3. Sequences that lack one token may get room for guesses of what follows it, from what nobody else holds: guesses
+//!    make nobody start again, and are in the budget and the cache what tokens are.
+//! 4. Prompts share what is left of the budget: the first in order gets at least half of it, the others are served
 //!    shortest first, so that neither a long prompt nor a stream of short ones makes the others wait.
 
 use std::collections::BTreeMap;
@@ -20,8 +22,10 @@ use super::kv::{Hit, KvPool, NO_BLOCK, Node};
 pub struct Sequence {
     /// Number given by the caller.
     pub id: u64,
-    /// Prompt and output so far.
+    /// Prompt and output so far, and at its end the guesses of [`Scheduler::guess`].
     pub tokens: Vec<u32>,
+    /// How many are guesses: none but between [`Scheduler::guess`] and [`Scheduler::computed`].
+    guesses: usize,
     /// Tokens whose keys and values are in the cache.
     pub computed: usize,
     /// Blocks held, in order; [`NO_BLOCK`] for those given back because the window has passed.
@@ -71,8 +75,10 @@ struct Order {
 pub struct Scheduled {
     /// The sequence.
     pub id: u64,
-    /// Tokens to compute.
+    /// Tokens to compute, with guesses.
     pub count: usize,
+    /// How many of them, at the end, are guesses; as scheduled: for how many there is room.
+    pub guesses: usize,
     /// All its tokens are computed after the step: the next one can be sampled.
     pub last: bool,
 }
@@ -192,6 +198,7 @@ impl Scheduler {
         let sequence = Sequence {
             id: new.id,
             tokens: new.tokens,
+            guesses: 0,
             computed: 0,
             blocks: vec![],
             order,
@@ -223,8 +230,20 @@ impl Scheduler {
         self.waiting.retain(|_, s| s.id != id);
     }
 
-    /// Chooses the next step. Empty only when idle: a sequence that fits the pool alone always runs.
-    pub fn schedule(&mut self) -> Step {
+    /// Sequences that lack one token: who may have guesses in the next step.
+    pub fn decoding(&self) -> impl Iterator<Item = &Sequence> {
+        self.running.iter().filter(|s| s.pending() == 1)
+    }
+
+    /// Tokens that prompts lack.
+    pub fn prompts(&self) -> usize {
+        let waiting = self.waiting.values().take(LOOKED_AT).map(|s| s.tokens.len());
+        self.running.iter().map(Sequence::pending).filter(|&n| n > 1).chain(waiting).sum()
+    }
+
+    /// Chooses the next step. Empty only when idle: a sequence that fits the pool alone always runs. `wanted` says how
+    /// many guesses a sequence wants room for; it may get fewer, and need not use what it gets.
+    pub fn schedule(&mut self, wanted: impl Fn(u64) -> usize) -> Step {
         let mut step = Step::default();
         let decoding = self.running.iter().any(|s| s.pending() == 1);
         let mut budget = if decoding { self.budget.mixed } else { self.budget.prompts };
@@ -242,11 +261,47 @@ impl Scheduler {
                 preempted = true;
             }
         }
+        let mut rows = self.budget.logits;
         if !preempted {
             self.admit(&mut step);
+            let room = budget.min(rows).saturating_sub(1);
+            let given = self.make_room(room, wanted, &mut step);
+            (budget, rows) = (budget - given, rows - given);
         }
-        self.share_out(budget.max(1), &mut step);
+        self.share_out(budget.max(1), rows.max(1), &mut step);
         step
+    }
+
+    /// Lengthens shares by room for guesses, at most `most` in all; returns how many there are.
+    fn make_room(&mut self, most: usize, wanted: impl Fn(u64) -> usize, step: &mut Step) -> usize {
+        let mut left = most;
+        for share in &mut step.shares {
+            let Some(i) = self.running.iter().position(|s| s.id == share.id) else { continue };
+            let count = wanted(share.id).min(left);
+            // Whoever runs may need one more block soon.
+            let spare = self.running.len();
+            let held = self.running[i].blocks.len() * self.pool.block_tokens();
+            let more = (self.running[i].computed + share.count + count).saturating_sub(held);
+            if more > 0 && more.div_ceil(self.pool.block_tokens()) + spare > self.pool.idle() {
+                continue;
+            }
+            if self.grow(i, share.count + count) {
+                share.guesses = count;
+                share.count += count;
+                left -= count;
+            }
+        }
+        most - left
+    }
+
+    /// Puts guesses behind a scheduled sequence's tokens and returns its share, of as many as there is room for.
+    pub fn guess(&mut self, share: Scheduled, guesses: &[u32]) -> Scheduled {
+        let Some(s) = self.running.iter_mut().find(|s| s.id == share.id) else { return share };
+        debug_assert_eq!(s.guesses, 0);
+        let guesses = &guesses[..guesses.len().min(share.guesses)];
+        s.tokens.extend_from_slice(guesses);
+        s.guesses = guesses.len();
+        Scheduled { count: share.count - share.guesses + guesses.len(), guesses: guesses.len(), ..share }
     }
 
     /// Lets waiting sequences in.
@@ -323,12 +378,12 @@ impl Scheduler {
     }
 
     /// Shares the rest of the budget between prompts.
-    fn share_out(&mut self, mut budget: usize, step: &mut Step) {
+    fn share_out(&mut self, mut budget: usize, mut rows: usize, step: &mut Step) {
         let waits = |s: &&Sequence| !step.shares.iter().any(|share| share.id == s.id);
-        let mut rows = self.budget.logits.max(1);
         let mut prompts: Vec<(Order, usize, bool)> =
             self.running.iter().filter(waits).map(|s| (s.order, s.pending().min(self.most_of(s)), s.logits)).collect();
         let Some(&(first, wanted, logits)) = prompts.first() else { return };
+        let wanted = if logits { wanted.min(rows) } else { wanted };
         let mut counts = vec![(first, wanted.min(budget.div_ceil(2)))];
         budget -= counts[0].1;
         if logits {
@@ -378,12 +433,16 @@ impl Scheduler {
         self.counts.preemptions += 1;
     }
 
-    /// Records that a scheduled share was computed, and the token sampled after it.
-    pub fn computed(&mut self, done: Scheduled, next: Option<u32>) {
+    /// Records that a share was computed, and the tokens that follow it: as many of its guesses as were right, and the
+    /// one sampled after them. What was computed of wrong guesses is written over later.
+    pub fn computed(&mut self, done: Scheduled, next: &[u32]) {
         let Some(s) = self.running.iter_mut().find(|s| s.id == done.id) else { return };
-        s.computed += done.count;
+        s.drop_guesses();
+        let right = next.len().saturating_sub(1);
+        debug_assert!(right <= done.guesses);
+        s.tokens.extend_from_slice(next);
+        s.computed += done.count - done.guesses + right;
         s.remember(&mut self.pool);
-        s.tokens.extend(next);
         if let Some(window) = self.window {
             // The next row sees itself and what comes before in the window.
             let passed = (s.computed + 1).saturating_sub(window) / self.pool.block_tokens();
@@ -404,11 +463,16 @@ impl Scheduler {
 
 impl Sequence {
     fn pending(&self) -> usize {
-        self.tokens.len() - self.computed
+        self.tokens.len() - self.guesses - self.computed
     }
 
     fn scheduled(&self, count: usize) -> Scheduled {
-        Scheduled { id: self.id, count, last: count == self.pending() }
+        Scheduled { id: self.id, count, guesses: 0, last: count == self.pending() }
+    }
+
+    fn drop_guesses(&mut self) {
+        self.tokens.truncate(self.tokens.len() - self.guesses);
+        self.guesses = 0;
     }
 
     /// Lets the pool remember blocks that have become full.
@@ -431,6 +495,7 @@ impl Sequence {
 
     /// Gives all blocks back; what was computed may be found again.
     fn give_back(&mut self, pool: &mut KvPool) {
+        self.drop_guesses();
         let size = pool.block_tokens();
         let at = self.nodes.len();
         if at == self.computed / size && !self.computed.is_multiple_of(size) {

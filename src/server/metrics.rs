@@ -180,6 +180,17 @@ impl Metrics {
         ] {
             page.histogram(name, help, histogram);
         }
+        let guesses = &stats.guesses;
+        let (drafts, drafted) = ("Steps of a request that checked guesses.", "Tokens guessed.");
+        page.one("vllm:spec_decode_num_drafts_total", "counter", drafts, guesses.drafts);
+        page.one("vllm:spec_decode_num_draft_tokens_total", "counter", drafted, guesses.drafted);
+        let right = "Tokens guessed right.";
+        page.one("vllm:spec_decode_num_accepted_tokens_total", "counter", right, guesses.accepted);
+        let name = "vllm:spec_decode_num_accepted_tokens_per_pos_total";
+        page.head(name, "counter", "Guesses that were right, by their place among those of a step.");
+        for (position, count) in guesses.accepted_at.iter().enumerate() {
+            page.sample(name, &format!("position=\"{position}\""), count);
+        }
         page.one("quern:steps_total", "counter", "Steps of the engine.", stats.steps);
         page.one("quern:tokens_computed_total", "counter", "Tokens computed, prompts and answers.", stats.computed);
         page.text += &process(http);

@@ -155,6 +155,9 @@ pub fn receive(events: Vec<Event>, answers: &mut [Got], of: impl Fn(u64) -> usiz
                 assert_eq!(before, None, "request {request} ended twice");
             }
             Event::Failed { request, error } => panic!("request {request}: {error}"),
+            Event::Guessed { request, drafted, accepted } => {
+                assert!(drafted > 0 && accepted <= drafted && answers[of(request)].finish.is_none());
+            }
             Event::Started { .. } | Event::Prompt { .. } | Event::Embedding { .. } => {}
         }
     }

@@ -274,7 +274,7 @@ impl Wanted {
 /// What a chunk got so far.
 enum Got {
     None,
-    Tokens(Result<Vec<Sampled>, SampleError>),
+    Tokens(Vec<Result<Sampled, SampleError>>),
     Logits(Vec<f32>),
     Hidden(Vec<f32>),
 }
@@ -283,7 +283,7 @@ impl Got {
     fn new(output: &Output) -> Got {
         match output {
             Output::None => Got::None,
-            Output::Tokens { .. } => Got::Tokens(Ok(vec![])),
+            Output::Tokens { .. } => Got::Tokens(vec![]),
             Output::Logits { .. } => Got::Logits(vec![]),
             Output::Hidden { .. } => Got::Hidden(vec![]),
         }
@@ -291,12 +291,7 @@ impl Got {
 
     fn token(&mut self, token: Result<Sampled, SampleError>) {
         if let Got::Tokens(all) = self {
-            match (all.as_mut(), token) {
-                (Ok(tokens), Ok(token)) => tokens.push(token),
-                (Ok(_), Err(error)) => *all = Err(error),
-                // The first error is the one to report.
-                (Err(_), _) => {}
-            }
+            all.push(token);
         }
     }
 

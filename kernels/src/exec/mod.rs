@@ -105,8 +105,8 @@ impl Ticket {
 pub enum ChunkOutput {
     /// Nothing was asked.
     None,
-    /// Tokens in order, or why none could be chosen (of this chunk only; others are unaffected).
-    Tokens(Result<Vec<Sampled>, SampleError>),
+    /// The token of each row in order, or why none could be chosen (after this row only; others are unaffected).
+    Tokens(Vec<Result<Sampled, SampleError>>),
     /// Logits `[rows, vocab]`.
     Logits(Vec<f32>),
     /// Hidden states `[rows, hidden]`.

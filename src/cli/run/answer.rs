@@ -18,6 +18,9 @@ pub(super) struct Answer {
     /// Every token, the one that ended the answer included.
     pub tokens: Vec<u32>,
     pub prompt_tokens: usize,
+    /// Tokens that were guessed, and of them right.
+    drafted: usize,
+    accepted: usize,
     /// Tokens the engine had room for.
     context: usize,
 }
@@ -62,6 +65,8 @@ pub(super) struct Running {
     pub tokens: Vec<u32>,
     stream: TextStream,
     prompt_tokens: usize,
+    drafted: usize,
+    accepted: usize,
     start: Instant,
     first: Option<Instant>,
     last: Option<Instant>,
@@ -74,6 +79,8 @@ impl Running {
             tokens: Vec::new(),
             stream: text.stream(&settings.stops),
             prompt_tokens,
+            drafted: 0,
+            accepted: 0,
             start: Instant::now(),
             first: None,
             last: None,
@@ -94,6 +101,12 @@ impl Running {
         (shown, self.stream.stopped())
     }
 
+    /// A step checked guesses, and so many were right.
+    pub fn guessed(&mut self, drafted: usize, accepted: usize) {
+        self.drafted += drafted;
+        self.accepted += accepted;
+    }
+
     /// The text that was still held back, and the answer.
     pub fn finish(mut self, finish: Finish, context: usize) -> (String, Answer) {
         let shown = self.stream.finish();
@@ -108,8 +121,8 @@ impl Running {
         let first = self.first.unwrap_or_else(Instant::now);
         let timings =
             Timings { first: first - self.start, rest: self.last.map_or(Duration::ZERO, |last| last - first) };
-        let (text, tokens, prompt_tokens) = (self.text, self.tokens, self.prompt_tokens);
-        (shown, Answer { text, end, timings, tokens, prompt_tokens, context })
+        let Running { text, tokens, prompt_tokens, drafted, accepted, .. } = self;
+        (shown, Answer { text, end, timings, tokens, prompt_tokens, drafted, accepted, context })
     }
 }
 
@@ -164,6 +177,7 @@ pub(super) fn answer<G: Generator>(
                         return Err(gone);
                     }
                 }
+                Event::Guessed { request, drafted, accepted } if request == id => running.guessed(drafted, accepted),
                 Event::Finished { request, finish: how } if request == id => finish = Some(how),
                 Event::Failed { request, error } if request == id => {
                     return Err(crate::engine::EngineError::from(error).into());
@@ -190,6 +204,8 @@ impl Answer {
             "first_token_seconds": self.timings.first.as_secs_f64(),
             "prompt_tokens_per_second": self.prompt_speed(),
             "generation_tokens_per_second": self.speed(),
+            "drafted": self.drafted,
+            "accepted": self.accepted,
         });
         json
     }
@@ -218,6 +234,10 @@ impl Answer {
             self.tokens.len(),
             speed(self.speed()),
         );
+        if self.drafted > 0 {
+            line.truncate(line.len() - 1);
+            line += &format!(" | guessed {}, right {}]", self.drafted, self.accepted);
+        }
         if !session.settings.sampling.is_greedy() {
             line += &format!(" [seed {}]", session.settings.sampling.seed);
         }

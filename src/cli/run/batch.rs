@@ -104,7 +104,7 @@ pub(super) fn run<G: Generator>(session: &mut Session<'_, G>, rows: &Path, out: 
                         write(&key, error(reason.to_string()))?;
                     }
                 }
-                Event::Started { .. } | Event::Prompt { .. } | Event::Embedding { .. } => {}
+                Event::Started { .. } | Event::Prompt { .. } | Event::Embedding { .. } | Event::Guessed { .. } => {}
             }
         }
     }

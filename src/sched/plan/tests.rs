@@ -38,8 +38,9 @@ impl Memory {
         Memory { slots: vec![vec![0; size]; blocks], size, window }
     }
 
-    /// Runs a step as an executor does: copies, then all shares; returns the tokens sampled.
-    fn run(&mut self, s: &Scheduler, step: &Step) -> Vec<Option<u32>> {
+    /// Runs a step as an executor does: copies, then all shares; returns the tokens that follow each: right guesses, and
+    /// one more.
+    fn run(&mut self, s: &Scheduler, step: &Step) -> Vec<Vec<u32>> {
         for &(from, to) in &step.copies {
             self.slots[to as usize] = self.slots[from as usize].clone();
         }
@@ -59,7 +60,14 @@ impl Memory {
                 let held = self.slots[q.blocks[p / self.size] as usize][p % self.size];
                 assert_eq!(held, content(q, p), "position {p} of {} tokens, from {}", end, q.computed);
             }
-            share.last.then(|| next(&q.tokens))
+            let mut follows = vec![];
+            for known in q.tokens.len() - share.guesses..=q.tokens.len() {
+                follows.push(next(&q.tokens[..known]));
+                if q.tokens.get(known) != follows.last() {
+                    break;
+                }
+            }
+            if share.last { follows } else { vec![] }
         };
         step.shares.iter().map(look).collect()
     }
@@ -77,9 +85,11 @@ fn content(q: &Sequence, p: usize) -> u64 {
 fn simulation() {
     let mut random = dice(1);
     let (mut total, mut shared, mut copies, mut passed, mut split) = (Counts::default(), 0, 0, 0, 0);
+    let (mut guesses, mut right) = (0, 0);
     for round in 0..400 {
         let (size, blocks, most) = (1 + random(4), 8 + random(12), 1 + random(5));
         let room = size * blocks;
+        let guessing = round % 2 == 1;
         let window = (random(3) == 0).then(|| 1 + random(room / 2));
         let budget = Budget { mixed: most + random(12), prompts: most + random(20), logits: 1 + random(6) };
         let mut s = Scheduler::new(KvPool::new(blocks, size), budget, most, window);
@@ -107,8 +117,24 @@ fn simulation() {
                 s.remove(id);
                 want.remove(&id);
             }
-            let step = s.schedule();
+            let wants: HashMap<u64, usize> =
+                s.decoding().map(|q| (q.id, if guessing { random(6) } else { 0 })).collect();
+            let mut step = s.schedule(|id| wants.get(&id).copied().unwrap_or(0));
             assert_eq!(step.shares.is_empty(), s.is_idle(), "round {round}: stuck");
+            for share in &mut step.shares {
+                let q = s.running(share.id).unwrap();
+                let room = share.guesses.min(want[&share.id].len() - q.tokens.len());
+                assert!(share.guesses <= wants.get(&share.id).copied().unwrap_or(0));
+                let mut text = q.tokens.clone();
+                for _ in 0..room {
+                    // Now and then a wrong one.
+                    let right = next(&text);
+                    text.push(if random(4) == 0 { 1 - right } else { right });
+                }
+                let from = text.len() - room;
+                *share = s.guess(*share, &text[from..]);
+                guesses += room;
+            }
             s.check();
             let count: usize = step.shares.iter().map(|x| x.count).sum();
             assert!(count <= s.budget.mixed.max(s.budget.prompts), "{step:?}");
@@ -121,10 +147,14 @@ fn simulation() {
             }
             copies += step.copies.len();
             let tokens = memory.run(&s, &step);
-            for (done, token) in step.shares.into_iter().zip(tokens) {
-                s.computed(done, token);
+            for (done, mut tokens) in step.shares.into_iter().zip(tokens) {
+                let q = s.running(done.id).unwrap();
+                tokens.truncate(want[&done.id].len() + done.guesses - q.tokens.len());
+                right += tokens.len().saturating_sub(1);
+                s.computed(done, &tokens);
                 s.check();
                 let q = s.running(done.id).unwrap();
+                assert!(q.guesses == 0 && q.computed < q.tokens.len() || tokens.is_empty());
                 passed += q.blocks.iter().filter(|&&b| b == NO_BLOCK).count();
                 if q.tokens.len() == want[&done.id].len() {
                     assert_eq!(q.tokens, want[&done.id], "round {round} step {step_number}");
@@ -145,6 +175,7 @@ fn simulation() {
         total.looked_up += s.counts().looked_up;
         total.found += s.counts().found;
     }
+    assert!(guesses > 10_000 && right > 5_000, "{right} of {guesses} guesses were right");
     assert!(split > 500, "{split} steps had as many rows with logits as they may");
     assert!(total.preemptions > 200, "only {} preemptions: the pools were not tiny enough", total.preemptions);
     assert!(
@@ -163,12 +194,12 @@ fn prompt(n: usize, seed: u64) -> Vec<u32> {
 fn drive(s: &mut Scheduler, memory: &mut Memory, answer: usize, mut each: impl FnMut(&Scheduler, &Step)) {
     let mut left: HashMap<u64, usize> = HashMap::new();
     while !s.is_idle() {
-        let step = s.schedule();
+        let step = s.schedule(|_| 0);
         each(s, &step);
         let tokens = memory.run(s, &step);
-        for (done, token) in step.shares.into_iter().zip(tokens) {
-            s.computed(done, token);
-            if token.is_some() {
+        for (done, tokens) in step.shares.into_iter().zip(tokens) {
+            s.computed(done, &tokens);
+            if !tokens.is_empty() {
                 let left = left.entry(done.id).or_insert(answer);
                 *left -= 1;
                 if *left == 0 {
@@ -235,13 +266,13 @@ fn a_long_prompt_makes_nobody_wait() {
         if steps == 2 && !std::mem::replace(&mut added, true) {
             s.add(Arrival::new(2, prompt(120, 4)));
         }
-        let step = s.schedule();
+        let step = s.schedule(|_| 0);
         let tokens = memory.run(&s, &step);
-        for (done, token) in step.shares.into_iter().zip(tokens) {
+        for (done, tokens) in step.shares.into_iter().zip(tokens) {
             if done.id == 2 && done.last {
                 short_done = Some(steps);
             }
-            s.computed(done, token);
+            s.computed(done, &tokens);
         }
         steps += 1;
     }
@@ -293,15 +324,15 @@ fn whoever_loses_its_blocks_loses_its_share_of_the_step() {
             s.add(Arrival::new(1, prompt(100, 2)));
         }
         let before = s.counts().preemptions;
-        let step = s.schedule();
+        let step = s.schedule(|_| 0);
         s.check();
         if s.counts().preemptions > before {
             lost += 1;
             assert!(step.shares.iter().all(|share| s.running(share.id).is_some()), "{step:?}");
         }
         let tokens = memory.run(&s, &step);
-        for (done, token) in step.shares.into_iter().zip(tokens) {
-            s.computed(done, token);
+        for (done, tokens) in step.shares.into_iter().zip(tokens) {
+            s.computed(done, &tokens);
         }
         steps += 1;
         assert!(steps < 200, "the prompt does not get through");

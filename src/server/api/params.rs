@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::fields::{Fields, integer, wrong};
 use crate::{
+    draft::Speculation,
     engine::Request,
     random,
     server::{ApiError, State},
@@ -43,6 +44,8 @@ pub struct Params {
     pub priority: i32,
     /// Requests share prefixes with those of the same salt only.
     pub cache_salt: Option<String>,
+    /// How it is guessed ahead.
+    pub speculation: Option<Speculation>,
 }
 
 /// Fields of other servers that change the answer and that we do not have, and the values that change nothing.
@@ -118,6 +121,7 @@ impl Params {
             include_usage: include_usage && stream,
             priority,
             cache_salt: fields.text("cache_salt")?.map(str::to_string),
+            speculation: speculation(fields)?,
         })
     }
 
@@ -131,10 +135,17 @@ impl Params {
             stop_ids: self.stop_ids.clone(),
             priority: self.priority,
             cache_salt: self.cache_salt.clone(),
+            speculation: self.speculation,
             ..Request::default()
         };
         Ok((0..self.n).map(request).collect())
     }
+}
+
+/// How the answer is guessed ahead, where the request says it.
+fn speculation(fields: Fields<'_>) -> Result<Option<Speculation>, ApiError> {
+    let Some(text) = fields.text("speculate")? else { return Ok(None) };
+    text.parse().map(Some).map_err(|reason: String| fields.wrong("speculate", &reason))
 }
 
 /// Tokens that may be generated after a prompt.

@@ -66,6 +66,8 @@ struct Choice {
     prompt: usize,
     cached: usize,
     generated: usize,
+    drafted: usize,
+    accepted: usize,
     started: Option<Instant>,
     first: Option<Instant>,
     last: Option<Instant>,
@@ -88,6 +90,8 @@ impl Run {
             prompt: r.prompt.len(),
             cached: 0,
             generated: 0,
+            drafted: 0,
+            accepted: 0,
             started: None,
             first: None,
             last: None,
@@ -134,6 +138,10 @@ impl Run {
                 choice.cached = cached;
                 choice.started = Some(at);
                 self.started.get_or_insert(at);
+            }
+            Event::Guessed { drafted, accepted, .. } => {
+                choice.drafted += drafted;
+                choice.accepted += accepted;
             }
             Event::Prompt { tokens, .. } => self.ready.push_back((at, Update::Prompt(tokens))),
             Event::Embedding { values, .. } => self.ready.push_back((at, Update::Embedding(values))),
@@ -242,7 +250,7 @@ impl Run {
         };
         let (prompt_ms, predicted_ms) = (between(self.started, first), between(first, last));
         let ratio = |a: f64, b: f64| if b > 0.0 { rounded(a / b) } else { 0.0 };
-        json!({
+        let mut timings = json!({
             "cache_n": cached,
             "prompt_n": computed,
             "prompt_ms": rounded(prompt_ms),
@@ -252,7 +260,13 @@ impl Run {
             "predicted_ms": rounded(predicted_ms),
             "predicted_per_token_ms": ratio(predicted_ms, generated as f64),
             "predicted_per_second": ratio(1e3 * generated as f64, predicted_ms),
-        })
+        });
+        let drafted: usize = self.choices.iter().map(|c| c.drafted).sum();
+        if drafted > 0 {
+            timings["draft_n"] = json!(drafted);
+            timings["draft_n_accepted"] = json!(self.choices.iter().map(|c| c.accepted).sum::<usize>());
+        }
+        timings
     }
 }
 

@@ -1,0 +1,142 @@
+//! How often guesses turn out right, by where they come from.
+//!
+//! What stood twice with the last twenty tokens the same goes on the same more often than what has one token in
+//! common; by how much depends on the text. So there is a rate for each source and each length of what is the same,
+//! counted over all requests, and from which each request's own counts soon take over.
+
+/// What made a guess.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// The text itself.
+    Own,
+    /// Earlier answers.
+    Others,
+    /// The grammar.
+    Grammar,
+    /// A small model.
+    Model,
+}
+
+/// A source, and how sure it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    source: Source,
+    bucket: u8,
+}
+
+const SOURCES: usize = 4;
+
+/// Upper ends of the ranges of lengths that are told apart.
+const LENGTHS: [usize; 9] = [1, 2, 3, 4, 6, 8, 12, 20, 32];
+
+const BUCKETS: usize = LENGTHS.len() + 1;
+
+impl Place {
+    /// A guess of a source, after so many tokens that are the same (guessed ones among them), or, of a grammar or a model,
+    /// the so-and-so-many-th of a step.
+    pub fn new(source: Source, same: usize) -> Place {
+        Place { source, bucket: LENGTHS.partition_point(|&most| most < same) as u8 }
+    }
+
+    fn index(self) -> usize {
+        self.source as usize * BUCKETS + self.bucket as usize
+    }
+
+    /// What is expected before anything was counted.
+    fn prior(self) -> f64 {
+        const SAME: [f64; BUCKETS] = [0.15, 0.3, 0.45, 0.55, 0.65, 0.72, 0.8, 0.85, 0.9, 0.93];
+        match self.source {
+            Source::Own | Source::Others => SAME[self.bucket as usize],
+            Source::Grammar => 0.9,
+            Source::Model => 0.6,
+        }
+    }
+}
+
+/// Guesses that were right, of those that were tried.
+#[derive(Debug, Clone, Copy, Default)]
+struct Rate {
+    right: f64,
+    tried: f64,
+}
+
+/// Counts of one request, or of all.
+#[derive(Debug, Clone)]
+pub struct Chances {
+    rates: [Rate; SOURCES * BUCKETS],
+    /// As many tries as the estimate that is started from counts for.
+    weight: f64,
+    /// What is left of older counts at each try.
+    keeps: f64,
+}
+
+impl Chances {
+    /// Counts of all requests.
+    pub fn of_all() -> Chances {
+        Chances { rates: [Rate::default(); SOURCES * BUCKETS], weight: 10.0, keeps: 0.998 }
+    }
+
+    /// Counts of one request, whose text may change its kind.
+    pub fn of_one() -> Chances {
+        Chances { rates: [Rate::default(); SOURCES * BUCKETS], weight: 4.0, keeps: 0.95 }
+    }
+
+    /// A guess was right, or not.
+    pub fn note(&mut self, place: Place, right: bool) {
+        let rate = &mut self.rates[place.index()];
+        rate.right = rate.right * self.keeps + f64::from(right);
+        rate.tried = rate.tried * self.keeps + 1.0;
+    }
+
+    /// Forgets a part of what was counted, so that what has never been right lately is tried again.
+    pub fn fade(&mut self) {
+        for rate in &mut self.rates {
+            rate.right *= 0.9;
+            rate.tried *= 0.9;
+        }
+    }
+
+    /// How likely a guess is right if all before it are.
+    pub fn of(&self, place: Place, all: &Chances) -> f64 {
+        let start = all.or(place, place.prior());
+        self.or(place, start)
+    }
+
+    fn or(&self, place: Place, start: f64) -> f64 {
+        let rate = self.rates[place.index()];
+        (rate.right + self.weight * start) / (rate.tried + self.weight)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_tell_lengths_apart() {
+        let buckets: Vec<u8> = (1..40).map(|n| Place::new(Source::Own, n).bucket).collect();
+        assert!(buckets.is_sorted() && buckets[0] == 0 && buckets[38] as usize == BUCKETS - 1);
+        let mut seen = std::collections::BTreeSet::new();
+        for source in [Source::Own, Source::Others, Source::Grammar, Source::Model] {
+            for n in LENGTHS.into_iter().chain([99]) {
+                assert!(seen.insert(Place::new(source, n).index()));
+            }
+        }
+        assert_eq!(seen.last(), Some(&(SOURCES * BUCKETS - 1)));
+    }
+
+    #[test]
+    fn counts_take_over() {
+        let place = Place::new(Source::Own, 2);
+        let (mut one, mut all) = (Chances::of_one(), Chances::of_all());
+        assert_eq!(one.of(place, &all), 0.3);
+        (0..100).for_each(|_| all.note(place, true));
+        assert!(one.of(place, &all) > 0.9, "others' texts say so");
+        assert_eq!(one.of(Place::new(Source::Own, 3), &all), 0.45, "of this place only");
+        (0..30).for_each(|_| one.note(place, false));
+        assert!(one.of(place, &all) < 0.25, "this one's says otherwise");
+        let low = all.of(place, &Chances::of_all());
+        (0..30).for_each(|_| all.fade());
+        assert!(all.of(place, &Chances::of_all()) < low, "and is forgotten");
+    }
+}

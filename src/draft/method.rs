@@ -1,0 +1,115 @@
+//! What guesses, as users name it.
+
+use std::{fmt, str::FromStr};
+
+use super::MOST;
+
+/// What guesses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Method {
+    /// Nothing.
+    Off,
+    /// Everything there is, whatever pays most.
+    #[default]
+    Auto,
+    /// What followed the same tokens earlier in the same text (prompt lookup).
+    Ngram,
+    /// The same, and earlier answers to others.
+    Suffix,
+    /// What the grammar of the answer leaves no choice about.
+    Grammar,
+    /// What a small model would say.
+    Draft,
+}
+
+impl Method {
+    const ALL: [(&'static str, Method); 6] = [
+        ("off", Method::Off),
+        ("auto", Method::Auto),
+        ("ngram", Method::Ngram),
+        ("suffix", Method::Suffix),
+        ("grammar", Method::Grammar),
+        ("draft", Method::Draft),
+    ];
+}
+
+/// When a guess is right.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Accept {
+    /// If it is the token that would have been chosen: the text is the same as without guesses.
+    #[default]
+    Exact,
+    /// With the probability that leaves the distribution of the text as it is (Leviathan et al., Chen et al.): another
+    /// text than without guesses, of the same quality.
+    Rejection,
+}
+
+/// How an answer is guessed ahead: `METHOD` or `METHOD:K`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Speculation {
+    /// What guesses.
+    pub method: Method,
+    /// Always so many tokens, where there is a guess; `None`: as many as pay.
+    pub fixed: Option<usize>,
+}
+
+impl Speculation {
+    /// No guesses.
+    pub const OFF: Speculation = Speculation { method: Method::Off, fixed: None };
+}
+
+impl FromStr for Speculation {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Speculation, String> {
+        let (name, count) = match text.split_once(':') {
+            Some((name, count)) => (name, Some(count)),
+            None => (text, None),
+        };
+        let Some(&(_, method)) = Method::ALL.iter().find(|(known, _)| *known == name) else {
+            let known: Vec<&str> = Method::ALL.iter().map(|(name, _)| *name).collect();
+            let name = crate::text::printable(name);
+            return Err(format!("{name:?} is no method of speculation, expected one of {}", known.join(", ")));
+        };
+        let number = |count: &str| match count.parse() {
+            Ok(n) if (1..=MOST).contains(&n) => Ok(n),
+            _ => Err(format!("{:?} guesses, expected 1 to {MOST}: {name}:4", crate::text::printable(count))),
+        };
+        let fixed = count.map(number).transpose()?;
+        if method == Method::Off && fixed.is_some() {
+            return Err("`off` takes no number of guesses".into());
+        }
+        Ok(Speculation { method, fixed })
+    }
+}
+
+impl fmt::Display for Speculation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Method::ALL.iter().find(|(_, method)| *method == self.method).map_or("", |(name, _)| name);
+        match self.fixed {
+            Some(count) => write!(f, "{name}:{count}"),
+            None => f.write_str(name),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn methods_have_names() {
+        for (name, method) in Method::ALL {
+            let speculation: Speculation = name.parse().unwrap();
+            assert_eq!((speculation, speculation.to_string()), (Speculation { method, fixed: None }, name.to_string()));
+        }
+        let four: Speculation = "ngram:4".parse().unwrap();
+        assert_eq!((four.fixed, four.to_string().as_str()), (Some(4), "ngram:4"));
+        for bad in ["", "Ngram", "ngram:", "ngram:0", "ngram:17", "ngram:-1", "ngram:4:4", "off:2", "medusa", "\u{1b}"]
+        {
+            let error = bad.parse::<Speculation>().unwrap_err();
+            assert!(error.contains("expected") || error.contains("off"), "{error}");
+            assert!(!error.contains('\u{1b}'));
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Guesses of what comes next, which the model checks many at a time.
+//!
+//! A step that computes one token reads all weights, and a step that computes five reads them once as well. So a
+//! guess of the next tokens is computed along with the last known token, and as many of its tokens as are those that
+//! would have been chosen anyway are kept ([speculative decoding](https://arxiv.org/abs/2211.17192)). The text is the
+//! same with guesses and without: tokens are chosen by noise that depends on seed and position alone
+//! (`quern_kernels::sample`), and a guess is right if it is that token.
+//!
+//! Here is what guesses, how likely a guess is right, and how many are worth their time; pure, without clock or
+//! model. The engine asks and reports back.
+
+mod automaton;
+mod chances;
+mod lookup;
+mod method;
+mod times;
+
+pub use automaton::{Automaton, Follower, Found};
+pub use chances::{Chances, Place, Source};
+pub use lookup::{Lookup, Past};
+pub use method::{Accept, Method, Speculation};
+pub use times::{Times, depth, lengths};
+
+/// Most guesses of a sequence in one step.
+pub const MOST: usize = 16;
+
+/// Tokens that may come next.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Guess {
+    /// The tokens.
+    pub tokens: Vec<u32>,
+    /// Where each comes from, which tells how likely it is right.
+    pub places: Vec<Place>,
+    /// So many more are to be written by the small model.
+    pub to_write: usize,
+}
+
+/// What became of guesses.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Steps of a sequence that had guesses.
+    pub drafts: u64,
+    /// Tokens guessed.
+    pub drafted: u64,
+    /// Of them right, and after none that was wrong.
+    pub accepted: u64,
+    /// How often the first, second ... guess of a step was accepted.
+    pub accepted_at: [u64; MOST],
+}
+
+impl Counts {
+    /// A step had `drafted` guesses, of which the first `accepted` were right.
+    pub fn note(&mut self, drafted: usize, accepted: usize) {
+        if drafted == 0 {
+            return;
+        }
+        self.drafts += 1;
+        self.drafted += drafted as u64;
+        self.accepted += accepted as u64;
+        self.accepted_at.iter_mut().take(accepted).for_each(|count| *count += 1);
+    }
+}

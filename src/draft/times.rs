@@ -1,0 +1,193 @@
+//! How long steps take, and how many guesses are worth it.
+
+/// Times of steps by their rows, relative to a step of one row: measured as steps are made, so that it is the machine
+/// as it is now, with whatever else runs on it.
+///
+/// A time is `scale * ratio[rows]`. The scale follows every step quickly, because contexts grow and clocks change; a
+/// ratio changes slowly, where steps of different sizes alternate.
+#[derive(Debug, Clone)]
+pub struct Times {
+    /// Seconds of a step of one row; 0 before the first step.
+    scale: f64,
+    /// Of steps of 1, 2 ... rows, where one was measured.
+    ratios: [Option<f64>; KNOWN],
+}
+
+/// Rows up to which times are measured; beyond they go on as they went up to there.
+const KNOWN: usize = 64;
+
+/// What a row more costs, in steps of one row, where nothing was measured.
+const GUESSED: f64 = 0.08;
+
+impl Default for Times {
+    fn default() -> Times {
+        let mut ratios = [None; KNOWN];
+        ratios[0] = Some(1.0);
+        Times { scale: 0.0, ratios }
+    }
+}
+
+impl Times {
+    /// A step of so many rows took so many seconds.
+    pub fn note(&mut self, rows: usize, seconds: f64) {
+        if !(1..=KNOWN).contains(&rows) || seconds.is_nan() || seconds <= 0.0 {
+            return;
+        }
+        let ratio = self.ratio(rows);
+        if self.scale == 0.0 {
+            self.scale = seconds / ratio;
+            return;
+        }
+        // Somebody else had the machine for a moment.
+        let seen = (seconds / self.scale).min(4.0 * ratio);
+        if rows > 1 {
+            let known = &mut self.ratios[rows - 1];
+            *known = Some(known.map_or(seen, |known| known + (seen - known) * 0.1));
+        }
+        self.scale += (seen / self.ratio(rows) - 1.0) * self.scale * 0.2;
+    }
+
+    /// A time in steps of one row.
+    pub fn relative(&self, seconds: f64) -> f64 {
+        if self.scale > 0.0 { seconds / self.scale } else { 0.0 }
+    }
+
+    /// Time of a step of so many rows in steps of one row.
+    pub fn ratio(&self, rows: usize) -> f64 {
+        let rows = rows.max(1);
+        let known = |rows: &usize| self.ratios[rows - 1].map(|ratio| (*rows as f64, ratio));
+        let at = rows as f64;
+        let Some(below) = (1..=rows.min(KNOWN)).rev().find_map(|rows| known(&rows)) else { return 1.0 };
+        if below.0 == at {
+            return below.1;
+        }
+        match (rows..=KNOWN).find_map(|rows| known(&rows)) {
+            Some(above) => below.1 + (above.1 - below.1) * (at - below.0) / (above.0 - below.0),
+            None => {
+                // At least as steep as on average so far: many rows are never cheaper than few.
+                let slope = if below.0 > 1.0 { (below.1 - 1.0) / (below.0 - 1.0) } else { GUESSED };
+                below.1 + slope.max(0.0) * (at - below.0)
+            }
+        }
+    }
+}
+
+/// Less than this share more is not worth being wrong about.
+const MARGIN: f64 = 1.02;
+
+/// How many guesses of each sequence to check in a step of `rows` rows besides, so that the tokens it is expected to
+/// bring, `answers` without guesses, come fastest. `offers`: of each sequence how likely each guess is right if all
+/// before it are.
+///
+/// A guess is worth the more, the likelier all up to it are right; the likeliest of all sequences are taken first, as
+/// many as make the tokens per time largest.
+pub fn lengths(times: &Times, rows: usize, answers: usize, most: usize, offers: &[Vec<f64>]) -> Vec<usize> {
+    let mut order: Vec<(f64, usize)> = vec![];
+    for (i, offer) in offers.iter().enumerate() {
+        let mut all = 1.0;
+        order.extend(offer.iter().map(|chance| {
+            all *= chance;
+            (all, i)
+        }));
+    }
+    // Stable: of one sequence the earlier guess comes first, as it is at least as likely.
+    order.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let speed = |tokens: f64, guesses: usize| tokens / times.ratio(rows + guesses);
+    let mut tokens = answers as f64;
+    let (mut best, mut count) = (speed(tokens, 0) * MARGIN, 0);
+    for (i, (chance, _)) in order.iter().take(most).enumerate() {
+        tokens += chance;
+        if speed(tokens, i + 1) > best {
+            (best, count) = (speed(tokens, i + 1), i + 1);
+        }
+    }
+    let mut lengths = vec![0; offers.len()];
+    order[..count].iter().for_each(|&(_, i)| lengths[i] += 1);
+    lengths
+}
+
+/// How many guesses of each sequence a small model should write, where each costs a pass of `pass` steps of one row.
+/// As [`lengths`], but all get as many.
+pub fn depth(times: &Times, rows: usize, answers: usize, most: usize, pass: f64, offers: &[Vec<f64>]) -> usize {
+    let speed = |depth: usize| {
+        let sum = |offer: &Vec<f64>| {
+            let (mut all, mut sum) = (1.0, 0.0);
+            for chance in &offer[..depth.min(offer.len())] {
+                all *= chance;
+                sum += all;
+            }
+            sum
+        };
+        let tokens = answers as f64 + offers.iter().map(sum).sum::<f64>();
+        let guesses: usize = offers.iter().map(|offer| depth.min(offer.len())).sum();
+        tokens / (times.ratio(rows + guesses) + pass * depth as f64)
+    };
+    let longest = offers.iter().map(Vec::len).max().unwrap_or(0);
+    let fits = |depth: &usize| offers.iter().map(|offer| offer.len().min(*depth)).sum::<usize>() <= most;
+    let best = (1..=longest).filter(fits).max_by(|&a, &b| speed(a).total_cmp(&speed(b)));
+    best.filter(|&depth| speed(depth) > speed(0) * MARGIN).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_learned() {
+        let mut times = Times::default();
+        assert!((times.ratio(1), times.ratio(11)) == (1.0, 1.0 + 10.0 * GUESSED));
+        let real = |rows: usize| 0.005 * (1.0 + 0.3 * (rows as f64 - 1.0));
+        for _ in 0..50 {
+            [1, 5, 2, 9].into_iter().for_each(|rows| times.note(rows, real(rows)));
+        }
+        for rows in [1, 2, 3, 5, 7, 9, 30, 100] {
+            let want = real(rows) / real(1);
+            assert!((times.ratio(rows) / want - 1.0).abs() < 0.01, "{rows}: {} of {want}", times.ratio(rows));
+        }
+        // All steps become twice as slow, for whatever reason: nothing is worth more or less.
+        for _ in 0..50 {
+            [1, 5].into_iter().for_each(|rows| times.note(rows, 2.0 * real(rows)));
+        }
+        assert!((times.ratio(5) / 2.2 - 1.0).abs() < 0.1, "{}", times.ratio(5));
+        let before = times.ratio(5);
+        times.note(5, 1.0);
+        assert!(times.ratio(5) < before * 1.4, "one slow step says little");
+        [(0, 1.0), (65, 1.0), (3, 0.0), (3, f64::NAN)].into_iter().for_each(|(rows, t)| times.note(rows, t));
+        assert!(times.ratio(3).is_finite() && times.ratio(usize::MAX).is_finite());
+    }
+
+    #[test]
+    fn guesses_are_worth_what_they_bring() {
+        let mut times = Times::default();
+        for rows in 1..=16 {
+            times.note(rows, 1.0 + 0.2 * (rows as f64 - 1.0));
+        }
+        let of = |rows, answers, offers: &[&[f64]]| {
+            let offers: Vec<Vec<f64>> = offers.iter().map(|o| o.to_vec()).collect();
+            lengths(&times, rows, answers, 64, &offers)
+        };
+        assert_eq!(of(1, 1, &[&[]]), [0]);
+        assert_eq!(of(1, 1, &[&[0.1, 0.9]]), [0], "less likely than it costs");
+        assert_eq!(of(1, 1, &[&[0.9; 16]])[0], 7, "the more, the less likely");
+        assert_eq!(of(1, 1, &[&[1.0; 16]]), [16]);
+        // Where a step is long anyway, a row more costs little; where many answer, they would all wait for it.
+        assert_eq!(of(16, 1, &[&[0.5]]), [1]);
+        assert_eq!(of(16, 16, &[&[0.5]]), [0]);
+        let both = of(2, 2, &[&[0.95; 16], &[0.3; 16]]);
+        assert!(both[0] > 3 && both[1] == 0, "{both:?}");
+        assert_eq!(lengths(&times, 1, 1, 3, &[vec![1.0; 9]]), [3]);
+    }
+
+    #[test]
+    fn a_small_model_writes_as_much_as_pays() {
+        let mut times = Times::default();
+        (1..=16).for_each(|rows| times.note(rows, 1.0 + 0.2 * (rows as f64 - 1.0)));
+        let of = |pass, chance: f64| depth(&times, 1, 1, 64, pass, &[vec![chance; 16]]);
+        assert_eq!(of(0.0, 0.9), lengths(&times, 1, 1, 64, &[vec![0.9; 16]])[0]);
+        assert!(of(0.1, 0.9) < of(0.0, 0.9) && of(0.1, 0.9) > 0);
+        assert_eq!((of(0.1, 0.2), of(0.9, 0.9)), (0, 0), "wrong, or slow");
+        assert_eq!(depth(&times, 2, 2, 5, 0.01, &[vec![1.0; 16], vec![1.0; 16]]), 2, "no more than have room");
+        assert_eq!(depth(&times, 1, 1, 64, 0.1, &[]), 0);
+        assert_eq!(depth(&times, 1, 1, 64, 0.1, &[vec![1.0; 3]]), 3);
+    }
+}

@@ -1,0 +1,154 @@
+//! Guesses of the sequences of a step: who gets how many, and what is learned from what became of them.
+
+use std::collections::BTreeMap;
+
+use super::active::Active;
+use crate::{
+    draft::{Chances, Counts, Guess, Lookup, MOST, Method, Past, Place, Source, Speculation, Times, depth, lengths},
+    sched::{Budget, Scheduler, Sequence},
+};
+
+/// What the engine knows about guesses of all requests.
+pub(super) struct Guesser {
+    /// How requests are guessed that do not say it.
+    pub speculation: Speculation,
+    /// What became of all guesses.
+    pub counts: Counts,
+    times: Times,
+    chances: Chances,
+    past: Past,
+    /// Seconds of a pass of the small model, and the longest text that it can read; `None`: there is none.
+    pub small: Option<(f64, usize)>,
+}
+
+/// A request's part.
+pub(super) struct Ahead {
+    /// How it is guessed.
+    pub speculation: Speculation,
+    lookup: Lookup,
+    chances: Chances,
+    /// Whether its text may be guessed from others' and theirs from its.
+    shares: bool,
+    /// Of the guesses of this step.
+    places: Vec<Place>,
+}
+
+impl Ahead {
+    pub fn new(speculation: Speculation, shares: bool) -> Ahead {
+        let (lookup, chances) = (Lookup::default(), Chances::of_one());
+        Ahead { speculation, lookup, chances, shares, places: vec![] }
+    }
+}
+
+impl Guesser {
+    pub fn new(speculation: Speculation) -> Guesser {
+        let (counts, times, chances) = (Counts::default(), Times::default(), Chances::of_all());
+        Guesser { speculation, counts, times, chances, past: Past::default(), small: None }
+    }
+
+    /// Guesses for the next step, by request; `context` is the longest sequence.
+    pub fn guess(
+        &mut self,
+        scheduler: &Scheduler,
+        active: &mut BTreeMap<u64, Active>,
+        budget: Budget,
+        context: usize,
+    ) -> BTreeMap<u64, Guess> {
+        let mut guesses = BTreeMap::new();
+        let (mut ids, mut offers, mut answers) = (vec![], vec![], 0);
+        let (mut writing, mut written) = (vec![], vec![]);
+        for sequence in scheduler.decoding() {
+            answers += 1;
+            let Some(active) = active.get_mut(&sequence.id) else { continue };
+            let guess = self.of(sequence, active, context);
+            let ahead = active.ahead();
+            if ahead.speculation.fixed.is_none() {
+                let (ids, offers) = match guess.to_write {
+                    0 => (&mut ids, &mut offers),
+                    _ => (&mut writing, &mut written),
+                };
+                ids.push(sequence.id);
+                offers.push(guess.places.iter().map(|&place| ahead.chances.of(place, &self.chances)).collect());
+            }
+            guesses.insert(sequence.id, guess);
+        }
+        let rows = answers + scheduler.prompts().min(budget.mixed);
+        for (id, length) in ids.into_iter().zip(lengths(&self.times, rows, answers, budget.logits, &offers)) {
+            guesses.entry(id).and_modify(|guess| guess.tokens.truncate(length));
+        }
+        if let Some((pass, _)) = self.small.filter(|_| !writing.is_empty()) {
+            // Before the first one: as if it were a fifth of a step.
+            let pass = if pass > 0.0 { self.times.relative(pass) } else { 0.2 };
+            let depth = depth(&self.times, rows, answers, budget.logits, pass, &written);
+            for id in writing {
+                guesses.entry(id).and_modify(|guess| guess.to_write = guess.to_write.min(depth));
+            }
+        }
+        guesses.retain(|_, guess| guess.to_write > 0 || !guess.tokens.is_empty());
+        guesses
+    }
+
+    /// What may follow a sequence.
+    fn of(&self, sequence: &Sequence, active: &mut Active, context: usize) -> Guess {
+        let text = &sequence.tokens[..];
+        // The token that is chosen in any case needs none.
+        let most = active.left().min(context.saturating_sub(text.len())).saturating_sub(1).min(MOST);
+        let method = active.ahead().speculation.method;
+        if most == 0 || method == Method::Off {
+            return Guess::default();
+        }
+        let mut guess = Guess::default();
+        if matches!(method, Method::Auto | Method::Grammar) {
+            guess.tokens = active.forced();
+            guess.places = (1..=guess.tokens.len()).map(|i| Place::new(Source::Grammar, i)).collect();
+        }
+        let ahead = active.ahead_mut();
+        if guess.tokens.is_empty() && matches!(method, Method::Auto | Method::Ngram | Method::Suffix) {
+            let past = (method != Method::Ngram && ahead.shares).then_some(&self.past);
+            guess = ahead.lookup.guess(text, past, most);
+        }
+        let most = ahead.speculation.fixed.unwrap_or(MOST).min(most);
+        if let Some((_, room)) = self.small.filter(|_| matches!(method, Method::Auto | Method::Draft)) {
+            let chance = |place: Place| ahead.chances.of(place, &self.chances);
+            let place = |i| Place::new(Source::Model, i);
+            let to_write = most.min(room.saturating_sub(text.len()));
+            // What was said before is free, and taken where it is as sure.
+            if guess.places.first().is_none_or(|&first| chance(first) < chance(place(1))) && to_write > 0 {
+                return Guess { tokens: vec![], places: (1..=to_write).map(place).collect(), to_write };
+            }
+        }
+        let end = guess.tokens.iter().take(most).position(|&token| active.ends(token));
+        guess.tokens.truncate(end.unwrap_or(most));
+        guess.places.truncate(guess.tokens.len());
+        guess
+    }
+
+    /// A request's guesses of a step were checked: the first `accepted` of `guesses` were right.
+    pub fn checked(&mut self, ahead: &mut Ahead, guesses: usize, accepted: usize) {
+        self.counts.note(guesses, accepted);
+        for (i, &place) in ahead.places.iter().take(guesses.min(accepted + 1)).enumerate() {
+            self.chances.note(place, i < accepted);
+            ahead.chances.note(place, i < accepted);
+        }
+    }
+
+    /// A step without prompts took so long.
+    pub fn took(&mut self, rows: usize, seconds: f64) {
+        self.times.note(rows, seconds);
+    }
+
+    /// A request ended, whose answer may be guessed from.
+    pub fn ended(&mut self, ahead: &Ahead, answer: &[u32]) {
+        if ahead.shares && ahead.speculation.method != Method::Off && !answer.is_empty() {
+            self.past.add(answer);
+            self.chances.fade();
+        }
+    }
+}
+
+impl Ahead {
+    /// These guesses are checked in this step.
+    pub fn expects(&mut self, guess: &Guess) {
+        self.places.clone_from(&guess.places);
+    }
+}

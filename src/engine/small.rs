@@ -1,0 +1,165 @@
+//! A small model that writes ahead of the large one.
+//!
+//! It has the same tokens and reads the same text. Its keys and values lie in the same blocks of its own memory, so
+//! that what the scheduler gives, shares, copies and takes back holds for both. What it has not read of a text it
+//! reads when it is asked about it. It chooses tokens with the large one's noise: where both think alike, they choose
+//! alike, at any temperature (see `quern_kernels::sample`).
+//!
+//! What it thinks changes no text: a block that it has not written, or that holds what it thought of another text,
+//! costs right guesses and nothing else.
+
+use std::{collections::BTreeMap, time::Instant};
+
+use quern_kernels::{
+    exec::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan},
+    sample::SamplingParams,
+};
+
+use crate::sched::{Scheduled, Scheduler, Sequence};
+
+/// The small model, and what it has read.
+pub(super) struct Small {
+    executor: Box<dyn Executor>,
+    /// Tokens of each running sequence that are in its cache.
+    read: BTreeMap<u64, usize>,
+    /// Tokens that the large model knows, and the longest text that this one was made for.
+    vocab: usize,
+    context: usize,
+    /// Seconds of a pass that reads a token or two of each text; 0 before the first.
+    pass: f64,
+}
+
+/// A sequence that is guessed, and has a share of the step.
+pub(super) struct Asked<'a> {
+    /// The share, with room for guesses if some are wanted.
+    pub share: Scheduled,
+    /// How tokens are chosen.
+    pub params: &'a SamplingParams,
+    /// Tokens of the prompt.
+    pub prompt_len: usize,
+}
+
+/// A sequence on its way through the passes.
+struct Writing<'a> {
+    id: u64,
+    params: &'a SamplingParams,
+    prompt_len: usize,
+    blocks: &'a [u32],
+    /// Text and guesses.
+    text: Vec<u32>,
+    /// Where the guesses begin.
+    known: usize,
+    read: usize,
+    /// Guesses still wanted.
+    left: usize,
+}
+
+impl<'a> Writing<'a> {
+    fn chunk(&self) -> Chunk<'_> {
+        let tokens = &self.text[self.read..];
+        let output = Output::Tokens {
+            from: tokens.len() - 1,
+            params: self.params,
+            history: &self.text,
+            prompt_len: self.prompt_len,
+            logprobs: None,
+            allowed: None,
+        };
+        Chunk { tokens, start: self.read, blocks: self.blocks, output }
+    }
+
+    /// Takes the next guess; without one it is done.
+    fn take(&mut self, output: ChunkOutput, vocab: usize) {
+        self.read = self.text.len();
+        self.left -= 1;
+        match output {
+            ChunkOutput::Tokens(tokens) => match tokens.into_iter().next() {
+                Some(Ok(next)) if (next.token as usize) < vocab => self.text.push(next.token),
+                _ => self.left = 0,
+            },
+            _ => self.left = 0,
+        }
+    }
+}
+
+impl Small {
+    /// A model on its device, with as many blocks as the large one has; `vocab` are the large one's tokens, `context` the
+    /// longest text that the small one was made for.
+    pub fn new(executor: Box<dyn Executor>, vocab: usize, context: usize) -> Small {
+        Small { executor, read: BTreeMap::new(), vocab, context, pass: 0.0 }
+    }
+
+    /// Copies a block, as the large one does.
+    pub fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
+        self.executor.copy_block(from, to)
+    }
+
+    /// Seconds that a guess more takes; 0 where none was made yet.
+    pub fn pass(&self) -> f64 {
+        self.pass
+    }
+
+    /// Longest text that it can guess from.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// Tokens of a sequence that it has read. What others computed of a text that is new, it has read for them.
+    fn known(&self, s: &Sequence) -> usize {
+        // Guesses that turned out wrong do not count, nor what a text had that had to start again.
+        self.read.get(&s.id).map_or(s.computed, |&read| read.min(s.computed))
+    }
+
+    /// Reads what the step computes of prompts, and guesses for those that have room for guesses.
+    pub fn write(&mut self, scheduler: &Scheduler, asked: &[Asked]) -> Result<BTreeMap<u64, Vec<u32>>, ExecError> {
+        self.read.retain(|&id, _| scheduler.running(id).is_some());
+        let (mut prompts, mut writing) = (vec![], vec![]);
+        for Asked { share, params, prompt_len } in asked {
+            let Some(s) = scheduler.running(share.id) else { continue };
+            let read = self.known(s);
+            if share.guesses > 0 {
+                let (id, known, left) = (s.id, s.tokens.len(), share.guesses);
+                let (text, blocks, prompt_len) = (s.tokens.clone(), &s.blocks[..], *prompt_len);
+                writing.push(Writing { id, params, prompt_len, blocks, text, known, read, left });
+            } else if !share.last || share.count > 1 {
+                prompts.push((s, read, s.computed + share.count));
+            }
+            self.read.insert(s.id, read);
+        }
+        let mut first = true;
+        while first || writing.iter().any(|w| w.left > 0) {
+            let mut plan = Plan::default();
+            plan.chunks.extend(writing.iter().filter(|w| w.left > 0).map(Writing::chunk));
+            if std::mem::take(&mut first) {
+                plan.chunks.extend(prompts.iter().filter(|(_, read, end)| read < end).map(|&(s, read, end)| Chunk {
+                    tokens: &s.tokens[read..end],
+                    start: read,
+                    blocks: &s.blocks,
+                    output: Output::None,
+                }));
+            }
+            if plan.chunks.is_empty() {
+                break;
+            }
+            let (rows, started) = (plan.chunks.iter().map(|c| c.tokens.len()).sum::<usize>(), Instant::now());
+            let most = 2 * plan.chunks.len();
+            let ticket = self.executor.submit(&plan)?;
+            let outputs = self.executor.collect(ticket)?;
+            if rows <= most {
+                let took = started.elapsed().as_secs_f64();
+                self.pass = if self.pass == 0.0 { took } else { self.pass + (took - self.pass) * 0.1 };
+            }
+            let vocab = self.vocab;
+            writing.iter_mut().filter(|w| w.left > 0).zip(outputs).for_each(|(w, output)| w.take(output, vocab));
+        }
+        for (s, _, end) in prompts {
+            self.read.insert(s.id, end);
+        }
+        let mut guesses = BTreeMap::new();
+        for Writing { id, mut text, known, read, .. } in writing {
+            self.read.insert(id, read);
+            guesses.insert(id, text.split_off(known));
+        }
+        Ok(guesses)
+    }
+}

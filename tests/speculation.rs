@@ -1,0 +1,233 @@
+//! Guesses change when tokens come, never which: the same requests with every method, number of guesses, sampler,
+//! company and cache.
+
+use std::sync::Arc;
+
+use quern::{
+    draft::Speculation,
+    engine::{Constraint, Engine, EngineOptions, Finish, Generator, Grammar, Request, TokenSet},
+};
+use quern_kernels::{cpu::kv::KvType, sample::SamplingParams};
+use quern_models::ModelFile;
+
+use crate::support::{
+    Random, Scratch, fixture,
+    model::{Got, Run, answer, kept},
+};
+
+const MODEL: &str = "models/llama-gptq-w4-g64-asym";
+
+fn model(scratch: &Scratch) -> Arc<ModelFile> {
+    kept(&fixture(MODEL), scratch).1
+}
+
+fn speculate(text: &str) -> Speculation {
+    text.parse().unwrap()
+}
+
+/// Numbers in turn: one of two, then two that are given.
+#[derive(Clone)]
+struct Turns {
+    at: usize,
+    ends: usize,
+}
+
+impl Turns {
+    const GIVEN: [u32; 2] = [17, 4];
+}
+
+impl Grammar for Turns {
+    fn allow(&mut self, allowed: &mut TokenSet) -> Result<(), String> {
+        match self.at % 3 {
+            0 => [5, 9].into_iter().for_each(|t| allowed.insert(t)),
+            n => allowed.insert(Turns::GIVEN[n - 1]),
+        }
+        Ok(())
+    }
+
+    fn follow(&mut self, token: u32) -> Result<(), String> {
+        let right = if self.at.is_multiple_of(3) { [5, 9] } else { [Turns::GIVEN[self.at % 3 - 1]; 2] };
+        if self.ended() || !right.contains(&token) {
+            return Err(format!("{token} at {}", self.at));
+        }
+        self.at += 1;
+        Ok(())
+    }
+
+    fn ended(&self) -> bool {
+        self.at >= self.ends
+    }
+
+    /// The rest of a turn, and a wrong guess of the next.
+    fn forced(&mut self) -> Vec<u32> {
+        match self.at % 3 {
+            0 => vec![],
+            n => [&Turns::GIVEN[n - 1..], &[5, 17, 4, 3]].concat(),
+        }
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Grammar> {
+        Box::new(self.clone())
+    }
+}
+
+/// Texts that repeat themselves and texts that do not, with every sampler.
+fn requests(vocab: usize) -> Vec<Request> {
+    let mut random = Random::new(11);
+    let mut text = |n: usize| -> Vec<u32> { (0..n).map(|_| random.below(vocab) as u32).collect() };
+    let stem = text(20);
+    let plain = SamplingParams::greedy();
+    let warm = SamplingParams { temperature: 0.3, seed: 5, ..SamplingParams::default() };
+    let samplers = [
+        plain.clone(),
+        warm.clone(),
+        SamplingParams { temperature: 1.0, seed: 6, ..warm.clone() },
+        SamplingParams { top_k: 3, top_p: 0.8, ..warm.clone() },
+        SamplingParams { min_p: 0.2, logit_bias: vec![(7, 2.0), (9, f32::NEG_INFINITY)], ..warm.clone() },
+        SamplingParams { repetition_penalty: 1.3, presence_penalty: 0.5, frequency_penalty: 0.2, ..warm.clone() },
+        SamplingParams { repetition_penalty: 1.2, penalty_last_n: Some(8), ..plain.clone() },
+    ];
+    let request = |prompt: Vec<u32>, max_tokens, sampling: &SamplingParams| Request {
+        prompt,
+        max_tokens,
+        sampling: sampling.clone(),
+        ignore_eos: true,
+        ..Request::default()
+    };
+    let mut all = vec![];
+    for (i, sampling) in samplers.iter().enumerate() {
+        all.push(request([&stem[..], &text(5 + i), &stem].concat(), 60 + i, sampling));
+    }
+    all.push(Request { logprobs: Some(2), ..request(stem.repeat(3), 50, &warm) });
+    all.push(Request { ignore_eos: false, stop_ids: (0..40).collect(), ..request(stem.repeat(3), 50, &plain) });
+    all.push(Request { cache_salt: Some("s".into()), ..request(stem.repeat(2), 40, &plain) });
+    let turns = Constraint(Box::new(Turns { at: 0, ends: 40 }));
+    all.push(Request { constraint: Some(turns.clone()), ..request(stem.clone(), 50, &warm) });
+    all.push(Request { constraint: Some(turns), ..request(stem.clone(), 31, &plain) });
+    // As long as the context.
+    all.push(request(stem.repeat(7), 1000, &plain));
+    all
+}
+
+const CONTEXT: usize = 176;
+
+fn engine(file: &Arc<ModelFile>, options: EngineOptions) -> Engine {
+    Engine::new(file.clone(), EngineOptions { context: CONTEXT, ..options }).unwrap()
+}
+
+/// Answers of requests, each alone and without guesses.
+fn alone(file: &Arc<ModelFile>, options: EngineOptions, requests: &[Request]) -> Vec<Got> {
+    let one = |request: &Request| {
+        let options = EngineOptions { sequences: 1, speculation: Speculation::OFF, ..options };
+        answer(&mut engine(file, options), std::slice::from_ref(request)).remove(0)
+    };
+    requests.iter().map(one).collect()
+}
+
+#[test]
+fn texts_are_the_same_with_guesses() {
+    let scratch = Scratch::new("speculation");
+    let file = model(&scratch);
+    let requests = requests(file.spec().vocab);
+    let (mut tokens, mut right, mut wrong, mut preempted) = (0, 0, 0, 0);
+    for run in [Run::Default, Run::Small, Run::Exact] {
+        let base = EngineOptions { threads: 1, ..run.engine() };
+        let want = alone(&file, base, &requests);
+        assert_eq!(want.last().unwrap().finish, Some(Finish::Context));
+        assert_eq!(want[10].tokens.len(), 40, "the grammar ended it");
+        let methods: Vec<String> = match run {
+            Run::Default => ["ngram", "suffix", "auto", "grammar"]
+                .iter()
+                .flat_map(|name| (1..=16).map(move |k| format!("{name}:{k}")).chain([name.to_string()]))
+                .collect(),
+            _ => ["auto", "suffix:5", "ngram:16", "grammar:3"].map(String::from).into(),
+        };
+        for method in &methods {
+            let base = EngineOptions { speculation: speculate(method), ..base };
+            let (sequences, room) = (requests.len(), CONTEXT + 200);
+            let companies = [
+                EngineOptions { sequences, ..base },
+                EngineOptions { sequences, cache_tokens: room, ..base },
+                EngineOptions { sequences: 5, batch_tokens: 9, ..base },
+            ];
+            // One after the other, too: what the second finds in the cache and in the past is of the first.
+            for (i, options) in companies.into_iter().chain([EngineOptions { sequences: 1, ..base }]).enumerate() {
+                let mut engine = engine(&file, options);
+                let got = answer(&mut engine, &requests);
+                for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+                    assert_eq!(got, want, "{run:?}, {method}, company {i}, request {at}");
+                }
+                let stats = engine.stats();
+                assert_eq!(stats.blocks_held, 0);
+                tokens += got.iter().map(|got| got.tokens.len()).sum::<usize>();
+                right += stats.guesses.accepted;
+                wrong += stats.guesses.drafted - stats.guesses.accepted;
+                preempted += stats.preemptions;
+                assert_eq!(stats.guesses.accepted, stats.guesses.accepted_at.iter().sum::<u64>());
+            }
+        }
+    }
+    println!("{tokens} tokens, {right} guessed right, {wrong} wrong, {preempted} preemptions");
+    assert!(tokens > 100_000 && right > 10_000 && wrong > 20_000 && preempted > 100);
+}
+
+#[test]
+fn a_request_says_how_it_is_guessed() {
+    let scratch = Scratch::new("speculation-request");
+    let file = model(&scratch);
+    let request = |speculation| Request {
+        prompt: [1, 2, 3, 4].repeat(8),
+        max_tokens: 100,
+        sampling: SamplingParams::greedy(),
+        ignore_eos: true,
+        speculation,
+        ..Request::default()
+    };
+    let drafted = |of_engine: &str, of_request: Option<&str>| {
+        let options = EngineOptions { speculation: speculate(of_engine), ..Run::Default.engine() };
+        let mut engine = engine(&file, options);
+        answer(&mut engine, &[request(of_request.map(speculate))]);
+        engine.stats().guesses
+    };
+    assert_eq!(drafted("off", None).drafts, 0);
+    assert_eq!(drafted("ngram:3", Some("off")).drafts, 0);
+    assert_eq!(drafted("ngram:3", Some("grammar")).drafts, 0, "it has none");
+    for (of_engine, of_request) in [("ngram:3", None), ("off", Some("ngram:3"))] {
+        let counts = drafted(of_engine, of_request);
+        assert!(counts.drafts > 20 && counts.drafted > counts.drafts, "{counts:?}");
+        assert!(counts.drafted <= 3 * counts.drafts && counts.accepted_at[3..].iter().all(|&n| n == 0), "{counts:?}");
+    }
+}
+
+#[test]
+fn steps_become_fewer() {
+    let scratch = Scratch::new("speculation-steps");
+    let file = model(&scratch);
+    let turns = Constraint(Box::new(Turns { at: 0, ends: 90 }));
+    let request = |constraint| Request {
+        prompt: vec![1; 8],
+        max_tokens: 90,
+        sampling: SamplingParams { temperature: 1.0, seed: 4, ..SamplingParams::default() },
+        ignore_eos: true,
+        constraint,
+        ..Request::default()
+    };
+    let steps = |method: &str, requests: &[Request]| {
+        let options = EngineOptions { speculation: speculate(method), kv: KvType::F16, ..Run::Default.engine() };
+        let mut engine = engine(&file, options);
+        for request in requests {
+            answer(&mut engine, std::slice::from_ref(request));
+        }
+        engine.stats().steps
+    };
+    let constrained = [request(Some(turns))];
+    assert_eq!(steps("off", &constrained), 90);
+    // Two of three are given, and the third is one of two: guessed wrong half the time.
+    assert!(steps("grammar:8", &constrained) <= 45, "{}", steps("grammar:8", &constrained));
+    // The same question again, of another seed: nothing of its own to guess from.
+    let mut again = [request(None), request(None)];
+    again[0].sampling.temperature = 0.0;
+    again[1].sampling.temperature = 0.0;
+    let own = steps("ngram:8", &again[..1]);
+    assert!(steps("suffix:8", &again) < own + 30, "the past knows the answer");
+}
