@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use quern::{
-    draft::Speculation,
+    draft::{Accept, Speculation},
     engine::{Constraint, Engine, EngineOptions, Finish, Generator, Grammar, Request, TokenSet},
 };
 use quern_kernels::{cpu::kv::KvType, sample::SamplingParams};
@@ -230,4 +230,99 @@ fn steps_become_fewer() {
     again[1].sampling.temperature = 0.0;
     let own = steps("ngram:8", &again[..1]);
     assert!(steps("suffix:8", &again) < own + 30, "the past knows the answer");
+}
+
+/// The same model as its own draft knows every token; another one with the same tokens knows some.
+#[test]
+fn texts_are_the_same_with_a_draft_model() {
+    let scratch = [Scratch::new("draft-large"), Scratch::new("draft-other")];
+    let large = model(&scratch[0]);
+    let other = kept(&fixture("models/llama-gptq-w2-g32-sym"), &scratch[1]).1;
+    assert_eq!(large.spec().vocab, other.spec().vocab);
+    let requests = requests(large.spec().vocab);
+    let base = EngineOptions { threads: 1, ..Run::Default.engine() };
+    let want = alone(&large, base, &requests);
+    let mut tokens = 0;
+    for (small, knows) in [(&large, true), (&other, false)] {
+        let mut counts = (0, 0);
+        for method in ["draft:1", "draft:3", "draft:4", "draft:16", "draft", "auto"] {
+            let options = EngineOptions { speculation: speculate(method), ..base };
+            let sequences = requests.len();
+            let companies = [
+                EngineOptions { sequences, ..options },
+                EngineOptions { sequences, cache_tokens: CONTEXT + 200, ..options },
+                EngineOptions { sequences: 5, batch_tokens: 9, ..options },
+                EngineOptions { sequences: 1, ..options },
+            ];
+            for (i, options) in companies.into_iter().enumerate() {
+                let mut engine = engine(&large, options);
+                engine.with_draft(small.clone(), options).unwrap();
+                let got = answer(&mut engine, &requests);
+                for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+                    assert_eq!(got, want, "{method}, company {i}, request {at}");
+                }
+                tokens += got.iter().map(|got| got.tokens.len()).sum::<usize>();
+                let guesses = engine.stats().guesses;
+                if method.contains(':') {
+                    counts = (counts.0 + guesses.drafted, counts.1 + guesses.accepted);
+                }
+            }
+        }
+        println!("{tokens} tokens, {} guessed, {} right", counts.0, counts.1);
+        // A constraint that the draft does not know, and the ends of texts, keep some back or make them wrong.
+        let share = counts.1 as f64 / counts.0 as f64;
+        assert!(counts.0 > 10_000 && if knows { share > 0.9 } else { share < 0.9 }, "{share}");
+    }
+}
+
+/// Rejection leaves the distribution as it is: frequencies of the next two tokens against those of plain sampling.
+#[test]
+fn rejection_leaves_frequencies_as_they_are() {
+    let scratch = [Scratch::new("rejection"), Scratch::new("rejection-draft")];
+    let file = model(&scratch[0]);
+    let other = kept(&fixture("models/llama-gptq-w2-g32-sym"), &scratch[1]).1;
+    const RUNS: u64 = 6000;
+    let request = |seed| Request {
+        prompt: [3, 1, 4, 1, 5, 9, 2, 6].repeat(3),
+        max_tokens: 3,
+        sampling: SamplingParams { temperature: 0.4, top_k: 6, seed, ..SamplingParams::default() },
+        ignore_eos: true,
+        ..Request::default()
+    };
+    let count = |speculation: Speculation, draft: bool| {
+        let options = EngineOptions { sequences: 32, speculation, threads: 1, ..Run::Default.engine() };
+        let mut engine = engine(&file, options);
+        if draft {
+            engine.with_draft(other.clone(), options).unwrap();
+        }
+        let requests: Vec<Request> = (0..RUNS).map(request).collect();
+        let mut counts = std::collections::BTreeMap::new();
+        for got in answer(&mut engine, &requests) {
+            *counts.entry(got.tokens).or_insert(0u64) += 1;
+        }
+        (counts, engine.stats().guesses)
+    };
+    let (plain, _) = count(Speculation::OFF, false);
+    for (method, draft) in [("ngram:2", false), ("draft:2", true)] {
+        let speculation = Speculation { accept: Accept::Rejection, ..speculate(method) };
+        let (got, guesses) = count(speculation, draft);
+        assert!(guesses.accepted > 500 && guesses.accepted < guesses.drafted, "{guesses:?}");
+        assert_ne!(got, plain, "the text is another one");
+        // Two samples of the same distribution: chi-square of both against their mean, cells of at least 10.
+        let (mut chi, mut cells, mut rest) = (0.0, 0, (0, 0));
+        let keys: std::collections::BTreeSet<_> = plain.keys().chain(got.keys()).collect();
+        let mut add = |a: u64, b: u64| {
+            chi += (a as f64 - b as f64).powi(2) / (a + b) as f64;
+            cells += 1;
+        };
+        for key in keys {
+            let (a, b) = (plain.get(key).copied().unwrap_or(0), got.get(key).copied().unwrap_or(0));
+            if a + b >= 20 { add(a, b) } else { rest = (rest.0 + a, rest.1 + b) }
+        }
+        add(rest.0, rest.1);
+        let free = f64::from(cells - 1);
+        println!("{method}: chi-square {chi:.1} of {free} degrees of freedom, {guesses:?}");
+        // Five standard deviations.
+        assert!(free > 20.0 && chi < free + 5.0 * (2.0 * free).sqrt(), "{method}: {chi} of {free}");
+    }
 }

@@ -24,7 +24,7 @@ use quern_kernels::{
 };
 use quern_models::{FormatError, ModelFile};
 
-use crate::draft::Speculation;
+use crate::draft::{Accept, Speculation};
 use crate::engine::{Engine, EngineOptions, OpenError};
 
 /// Quantized language models in one file, run on a CPU or an NVIDIA GPU.
@@ -185,6 +185,10 @@ pub struct EngineArgs {
     /// many, instead of as many as pay
     #[arg(long, value_name = "METHOD", default_value = "auto", help_heading = "Engine")]
     pub speculate: Speculation,
+    /// When a guess is right: exact, if it is what would have been chosen anyway (the text is the same as without), or
+    /// rejection (Leviathan et al.: another text, of the same distribution)
+    #[arg(long, value_name = "RULE", default_value = "exact", help_heading = "Engine")]
+    pub accept: Accept,
     /// A small model with the same tokens that writes ahead of this one (a .qrn file)
     #[arg(long, value_name = "FILE", help_heading = "Engine")]
     pub draft: Option<PathBuf>,
@@ -213,7 +217,7 @@ impl EngineArgs {
             context: self.ctx,
             activations: self.activations.map(Into::into),
             kv: self.kv.into(),
-            speculation: self.speculate,
+            speculation: Speculation { accept: self.accept, ..self.speculate },
             ..EngineOptions::default()
         }
     }

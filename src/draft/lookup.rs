@@ -76,7 +76,7 @@ impl Lookup {
             tokens.push(token);
         }
         let places = (0..tokens.len()).map(|i| Place::new(source, place.length + i)).collect();
-        Guess { tokens, places, to_write: 0 }
+        Guess { tokens, places, ..Guess::default() }
     }
 
     /// Goes on to the end of the text, and returns the longest end that is in the past, and in which half.

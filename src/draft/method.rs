@@ -51,11 +51,25 @@ pub struct Speculation {
     pub method: Method,
     /// Always so many tokens, where there is a guess; `None`: as many as pay.
     pub fixed: Option<usize>,
+    /// When a guess is right.
+    pub accept: Accept,
+}
+
+impl FromStr for Accept {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Accept, String> {
+        match text {
+            "exact" => Ok(Accept::Exact),
+            "rejection" => Ok(Accept::Rejection),
+            _ => Err(format!("{:?}, expected exact or rejection", crate::text::printable(text))),
+        }
+    }
 }
 
 impl Speculation {
     /// No guesses.
-    pub const OFF: Speculation = Speculation { method: Method::Off, fixed: None };
+    pub const OFF: Speculation = Speculation { method: Method::Off, fixed: None, accept: Accept::Exact };
 }
 
 impl FromStr for Speculation {
@@ -79,7 +93,7 @@ impl FromStr for Speculation {
         if method == Method::Off && fixed.is_some() {
             return Err("`off` takes no number of guesses".into());
         }
-        Ok(Speculation { method, fixed })
+        Ok(Speculation { method, fixed, accept: Accept::Exact })
     }
 }
 
@@ -101,7 +115,10 @@ mod tests {
     fn methods_have_names() {
         for (name, method) in Method::ALL {
             let speculation: Speculation = name.parse().unwrap();
-            assert_eq!((speculation, speculation.to_string()), (Speculation { method, fixed: None }, name.to_string()));
+            assert_eq!(
+                (speculation, speculation.to_string()),
+                (Speculation { method, ..Speculation::OFF }, name.to_string())
+            );
         }
         let four: Speculation = "ngram:4".parse().unwrap();
         assert_eq!((four.fixed, four.to_string().as_str()), (Some(4), "ngram:4"));

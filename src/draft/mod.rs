@@ -21,11 +21,13 @@ pub use lookup::{Lookup, Past};
 pub use method::{Accept, Method, Speculation};
 pub use times::{Times, depth, lengths};
 
+use quern_kernels::sample::Distribution;
+
 /// Most guesses of a sequence in one step.
 pub const MOST: usize = 16;
 
 /// Tokens that may come next.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Guess {
     /// The tokens.
     pub tokens: Vec<u32>,
@@ -33,6 +35,8 @@ pub struct Guess {
     pub places: Vec<Place>,
     /// So many more are to be written by the small model.
     pub to_write: usize,
+    /// What each was drawn from, where it was drawn and that matters; else it was chosen.
+    pub from: Vec<Distribution>,
 }
 
 /// What became of guesses.

@@ -2,11 +2,14 @@
 
 use quern_kernels::{
     exec::{ChunkOutput, Output},
-    sample::{History, SampleError, Sampled, SamplingParams, logprobs, sample_allowed},
+    sample::{Distribution, Draft, History, SampleError, Sampled, SamplingParams, logprobs, rejection, sample_allowed},
 };
 
 use super::{Failure, Finish, Pooling, Request, Score, TokenSet, ahead::Ahead};
-use crate::{draft::Method, sched::Scheduled};
+use crate::{
+    draft::{Accept, Method},
+    sched::Scheduled,
+};
 
 /// A request in progress.
 pub(super) struct Active {
@@ -77,11 +80,19 @@ impl Active {
         self.request.constraint.as_mut().map_or(vec![], |constraint| constraint.0.forced())
     }
 
-    /// How tokens are chosen and how long the prompt is, where a small model may write ahead.
-    pub fn written(&self) -> Option<(&SamplingParams, usize)> {
+    /// How tokens are chosen, how long the prompt is, and whether it matters what guesses are drawn from, where a small
+    /// model may write ahead.
+    pub fn written(&self) -> Option<(&SamplingParams, usize, bool)> {
         let method = self.ahead.speculation.method;
         let may = self.request.embed.is_none() && matches!(method, Method::Auto | Method::Draft);
-        may.then_some((&self.request.sampling, self.request.prompt.len()))
+        // With a constraint a guess is kept back for what it is: as if it had not been drawn.
+        let from = self.rejects() && self.request.constraint.is_none();
+        may.then_some((&self.request.sampling, self.request.prompt.len(), from))
+    }
+
+    /// Whether guesses are right with a probability, instead of by being the token that is chosen.
+    fn rejects(&self) -> bool {
+        self.ahead.speculation.accept == Accept::Rejection && !self.request.sampling.is_greedy()
     }
 
     /// Whether a token ends the text.
@@ -133,6 +144,9 @@ impl Active {
         if !share.last || self.generated >= self.request.max_tokens {
             return Output::None;
         }
+        if self.rejects() && share.guesses > 0 {
+            return Output::Logits { from: last - share.guesses };
+        }
         Output::Tokens {
             from: last - share.guesses,
             params: &self.request.sampling,
@@ -168,6 +182,7 @@ impl Active {
                 Ok(Got::Tokens(next, None))
             }
             ChunkOutput::Hidden(states) => Ok(self.pool(share, start, states)),
+            ChunkOutput::Logits(rows) if share.guesses > 0 => Ok(self.verdict(share, rows, tokens)),
             ChunkOutput::Logits(rows) => self.score(share, start, rows, tokens),
             ChunkOutput::None if share.last && self.request.embed.is_none() => Ok(Got::PromptOnly),
             ChunkOutput::None => Ok(Got::Nothing),
@@ -193,6 +208,41 @@ impl Active {
         }
         let count = self.sum.1 as f64;
         Got::Vector(self.sum.0.iter().map(|sum| (sum / count) as f32).collect())
+    }
+
+    /// Applies the rule of rejection to guesses; `rows` are the logits before and after each.
+    fn verdict(&self, share: Scheduled, mut rows: Vec<f32>, tokens: &[u32]) -> Got {
+        let (known, vocab) = (tokens.len() - share.guesses, self.vocab);
+        let (params, prompt_len) = (&self.request.sampling, self.request.prompt.len());
+        let of = |i: usize, token: u32| Draft { token, from: self.ahead.from.get(i) };
+        let drafts: Vec<Draft> = tokens[known..].iter().enumerate().map(|(i, &token)| of(i, token)).collect();
+        let words = vocab.div_ceil(32);
+        let mut told: Vec<Option<Vec<f32>>> = vec![None; share.guesses + 1];
+        let mut failed_at = 0;
+        let target = |i: usize| {
+            failed_at = i;
+            let logits = &mut rows[i * vocab..(i + 1) * vocab];
+            if self.request.logprobs.is_some() {
+                told[i] = Some(logits.to_vec());
+            }
+            let history = History { tokens: &tokens[..known + i], prompt_len };
+            let allowed = self.allowed.as_ref().map(|(_, all)| &all[i * words..(i + 1) * words]);
+            Distribution::of(logits, params, history, allowed)
+        };
+        let (right, next, error) = match rejection(&drafts, target, params.seed, known as u64) {
+            Ok(verdict) => (verdict.accepted, Some(verdict.next), None),
+            // All before it were right.
+            Err(error) => (failed_at, None, Some(error)),
+        };
+        let sampled = |(i, token): (usize, u32)| match (&told[i], self.request.logprobs) {
+            (Some(logits), Some(n)) => {
+                let (logprob, top) = logprobs(logits, token, n);
+                Sampled { token, logprob: Some(logprob), top }
+            }
+            _ => Sampled { token, logprob: None, top: vec![] },
+        };
+        let all = tokens[known..known + right].iter().copied().chain(next);
+        Got::Tokens(all.enumerate().map(sampled).collect(), error)
     }
 
     fn score(&mut self, share: Scheduled, start: usize, mut rows: Vec<f32>, tokens: &[u32]) -> Result<Got, Failure> {

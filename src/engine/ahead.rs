@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use quern_kernels::sample::Distribution;
+
 use super::active::Active;
 use crate::{
     draft::{Chances, Counts, Guess, Lookup, MOST, Method, Past, Place, Source, Speculation, Times, depth, lengths},
@@ -31,12 +33,14 @@ pub(super) struct Ahead {
     shares: bool,
     /// Of the guesses of this step.
     places: Vec<Place>,
+    /// What they were drawn from, where that matters.
+    pub from: Vec<Distribution>,
 }
 
 impl Ahead {
     pub fn new(speculation: Speculation, shares: bool) -> Ahead {
         let (lookup, chances) = (Lookup::default(), Chances::of_one());
-        Ahead { speculation, lookup, chances, shares, places: vec![] }
+        Ahead { speculation, lookup, chances, shares, places: vec![], from: vec![] }
     }
 }
 
@@ -114,7 +118,7 @@ impl Guesser {
             let to_write = most.min(room.saturating_sub(text.len()));
             // What was said before is free, and taken where it is as sure.
             if guess.places.first().is_none_or(|&first| chance(first) < chance(place(1))) && to_write > 0 {
-                return Guess { tokens: vec![], places: (1..=to_write).map(place).collect(), to_write };
+                return Guess { places: (1..=to_write).map(place).collect(), to_write, ..Guess::default() };
             }
         }
         let end = guess.tokens.iter().take(most).position(|&token| active.ends(token));
@@ -148,7 +152,7 @@ impl Guesser {
 
 impl Ahead {
     /// These guesses are checked in this step.
-    pub fn expects(&mut self, guess: &Guess) {
-        self.places.clone_from(&guess.places);
+    pub fn expects(&mut self, guess: Guess) {
+        (self.places, self.from) = (guess.places, guess.from);
     }
 }

@@ -278,8 +278,8 @@ impl Engine {
             match active.mask(&guess.tokens) {
                 Ok(allowed) => {
                     guess.tokens.truncate(allowed);
-                    active.ahead_mut().expects(&guess);
                     *share = self.scheduler.guess(*share, &guess.tokens);
+                    active.ahead_mut().expects(guess);
                     true
                 }
                 Err(reason) => {
@@ -299,19 +299,21 @@ impl Engine {
         let mut asked = vec![];
         for share in shares {
             let active = &self.active[&share.id];
-            if let Some((params, prompt_len)) = active.written() {
+            if let Some((params, prompt_len, from)) = active.written() {
                 let wanted = guesses.get(&share.id).map_or(0, |guess| guess.to_write.min(share.guesses));
-                asked.push(Asked { share: Scheduled { guesses: wanted, ..*share }, params, prompt_len });
+                asked.push(Asked { share: Scheduled { guesses: wanted, ..*share }, params, prompt_len, from });
             }
         }
-        for (id, tokens) in small.write(&self.scheduler, &asked).map_err(failed)? {
+        for (id, (tokens, from)) in small.write(&self.scheduler, &asked).map_err(failed)? {
             let guess = guesses.entry(id).or_default();
             guess.places.truncate(tokens.len());
-            // Where the text may end, nothing need be guessed.
+            // Where the text may end, nothing need be guessed; but a guess that was drawn must not be kept back for what it
+            // is, or the others would be drawn from something else.
             let active = &self.active[&id];
-            let end = tokens.iter().position(|&token| active.ends(token)).unwrap_or(tokens.len());
+            let end = tokens.iter().position(|&token| active.ends(token)).filter(|_| from.is_empty());
             guess.tokens = tokens;
-            guess.tokens.truncate(end);
+            guess.tokens.truncate(end.unwrap_or(guess.tokens.len()));
+            guess.from = from;
         }
         self.guesser.small = Some((small.pass(), small.context()));
         Ok(())
@@ -425,7 +427,9 @@ impl Generator for Engine {
             looks_up,
             logits: request.prompt_logprobs.is_some(),
         });
-        let speculation = request.speculation.unwrap_or(self.guesser.speculation);
+        let usual = self.guesser.speculation;
+        // The rule is the engine's in any case.
+        let speculation = Speculation { accept: usual.accept, ..request.speculation.unwrap_or(usual) };
         let ahead = Ahead::new(speculation, request.cache_salt.is_none());
         self.active.insert(id, Active::new(request, self.file.spec().vocab, ahead));
         Ok(id)

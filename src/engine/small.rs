@@ -12,7 +12,7 @@ use std::{collections::BTreeMap, time::Instant};
 
 use quern_kernels::{
     exec::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan},
-    sample::SamplingParams,
+    sample::{Distribution, History, SamplingParams},
 };
 
 use crate::sched::{Scheduled, Scheduler, Sequence};
@@ -37,7 +37,12 @@ pub(super) struct Asked<'a> {
     pub params: &'a SamplingParams,
     /// Tokens of the prompt.
     pub prompt_len: usize,
+    /// What tokens are drawn from is wanted with them.
+    pub from: bool,
 }
+
+/// What was written: guesses, and what each was drawn from where that is wanted.
+pub(super) type Written = (Vec<u32>, Vec<Distribution>);
 
 /// A sequence on its way through the passes.
 struct Writing<'a> {
@@ -52,18 +57,24 @@ struct Writing<'a> {
     read: usize,
     /// Guesses still wanted.
     left: usize,
+    /// What they were drawn from, where that is wanted.
+    from: Option<Vec<Distribution>>,
 }
 
 impl<'a> Writing<'a> {
     fn chunk(&self) -> Chunk<'_> {
         let tokens = &self.text[self.read..];
-        let output = Output::Tokens {
-            from: tokens.len() - 1,
-            params: self.params,
-            history: &self.text,
-            prompt_len: self.prompt_len,
-            logprobs: None,
-            allowed: None,
+        let from = tokens.len() - 1;
+        let output = match self.from {
+            Some(_) => Output::Logits { from },
+            None => Output::Tokens {
+                from,
+                params: self.params,
+                history: &self.text,
+                prompt_len: self.prompt_len,
+                logprobs: None,
+                allowed: None,
+            },
         };
         Chunk { tokens, start: self.read, blocks: self.blocks, output }
     }
@@ -72,13 +83,24 @@ impl<'a> Writing<'a> {
     fn take(&mut self, output: ChunkOutput, vocab: usize) {
         self.read = self.text.len();
         self.left -= 1;
-        match output {
-            ChunkOutput::Tokens(tokens) => match tokens.into_iter().next() {
-                Some(Ok(next)) if (next.token as usize) < vocab => self.text.push(next.token),
-                _ => self.left = 0,
-            },
-            _ => self.left = 0,
+        let next = match output {
+            ChunkOutput::Tokens(tokens) => tokens.into_iter().next().and_then(Result::ok).map(|next| next.token),
+            ChunkOutput::Logits(mut logits) => self.draw(&mut logits),
+            _ => None,
+        };
+        match next.filter(|&token| (token as usize) < vocab) {
+            Some(token) => self.text.push(token),
+            None => self.left = 0,
         }
+    }
+
+    /// Draws a token and keeps what it was drawn from.
+    fn draw(&mut self, logits: &mut [f32]) -> Option<u32> {
+        let history = History { tokens: &self.text, prompt_len: self.prompt_len };
+        let from = Distribution::of(logits, self.params, history, None).ok()?;
+        let token = from.draw(self.params.seed, self.text.len() as u64);
+        self.from.as_mut()?.push(from);
+        Some(token)
     }
 }
 
@@ -111,16 +133,17 @@ impl Small {
     }
 
     /// Reads what the step computes of prompts, and guesses for those that have room for guesses.
-    pub fn write(&mut self, scheduler: &Scheduler, asked: &[Asked]) -> Result<BTreeMap<u64, Vec<u32>>, ExecError> {
+    pub fn write(&mut self, scheduler: &Scheduler, asked: &[Asked]) -> Result<BTreeMap<u64, Written>, ExecError> {
         self.read.retain(|&id, _| scheduler.running(id).is_some());
         let (mut prompts, mut writing) = (vec![], vec![]);
-        for Asked { share, params, prompt_len } in asked {
+        for Asked { share, params, prompt_len, from } in asked {
             let Some(s) = scheduler.running(share.id) else { continue };
             let read = self.known(s);
             if share.guesses > 0 {
                 let (id, known, left) = (s.id, s.tokens.len(), share.guesses);
                 let (text, blocks, prompt_len) = (s.tokens.clone(), &s.blocks[..], *prompt_len);
-                writing.push(Writing { id, params, prompt_len, blocks, text, known, read, left });
+                let from = from.then(Vec::new);
+                writing.push(Writing { id, params, prompt_len, blocks, text, known, read, left, from });
             } else if !share.last || share.count > 1 {
                 prompts.push((s, read, s.computed + share.count));
             }
@@ -156,9 +179,12 @@ impl Small {
             self.read.insert(s.id, end);
         }
         let mut guesses = BTreeMap::new();
-        for Writing { id, mut text, known, read, .. } in writing {
+        for Writing { id, mut text, known, read, from, .. } in writing {
             self.read.insert(id, read);
-            guesses.insert(id, text.split_off(known));
+            let tokens = text.split_off(known);
+            let mut from = from.unwrap_or_default();
+            from.truncate(tokens.len());
+            guesses.insert(id, (tokens, from));
         }
         Ok(guesses)
     }
