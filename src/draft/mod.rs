@@ -53,6 +53,14 @@ pub struct Counts {
 }
 
 impl Counts {
+    /// Takes in other counts.
+    pub fn add(&mut self, other: &Counts) {
+        self.drafts += other.drafts;
+        self.drafted += other.drafted;
+        self.accepted += other.accepted;
+        self.accepted_at.iter_mut().zip(other.accepted_at).for_each(|(count, more)| *count += more);
+    }
+
     /// A step had `drafted` guesses, of which the first `accepted` were right.
     pub fn note(&mut self, drafted: usize, accepted: usize) {
         if drafted == 0 {

@@ -2,6 +2,7 @@
 
 mod rows;
 mod serve;
+mod spec;
 mod synthetic;
 
 use std::{error::Error, path::PathBuf, sync::Arc};
@@ -69,12 +70,16 @@ pub struct BenchArgs {
 enum Of {
     /// Measure a server: clients at once, or requests at a rate; latencies and throughput
     Serve(Box<serve::ServeBenchArgs>),
+    /// Measure what guessing ahead gains, by method and number of guesses
+    Spec(Box<spec::SpecBenchArgs>),
 }
 
 /// Runs the command.
 pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
-    if let Some(Of::Serve(args)) = args.of {
-        return serve::main(*args);
+    match args.of {
+        Some(Of::Serve(args)) => return serve::main(*args),
+        Some(Of::Spec(args)) => return spec::main(*args),
+        None => {}
     }
     let (name, file) = match (&args.file, &args.synthetic) {
         (Some(path), _) => {
