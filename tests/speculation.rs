@@ -282,8 +282,14 @@ fn rejection_leaves_frequencies_as_they_are() {
     let file = model(&scratch[0]);
     let other = kept(&fixture("models/llama-gptq-w2-g32-sym"), &scratch[1]).1;
     const RUNS: u64 = 6000;
+    // A text that has gone on after these tokens before.
+    let stem = [3, 1, 4, 1, 5, 9, 2, 6];
+    let greedy = Request { prompt: stem.to_vec(), max_tokens: 5, ignore_eos: true, ..Request::default() };
+    let greedy = Request { sampling: SamplingParams::greedy(), ..greedy };
+    let before = alone(&file, Run::Default.engine(), &[greedy]).remove(0).tokens;
+    let prompt = [&stem[..], &before, &stem].concat();
     let request = |seed| Request {
-        prompt: [3, 1, 4, 1, 5, 9, 2, 6].repeat(3),
+        prompt: prompt.clone(),
         max_tokens: 3,
         sampling: SamplingParams { temperature: 0.4, top_k: 6, seed, ..SamplingParams::default() },
         ignore_eos: true,

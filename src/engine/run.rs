@@ -301,7 +301,9 @@ impl Engine {
             let active = &self.active[&share.id];
             if let Some((params, prompt_len, from)) = active.written() {
                 let wanted = guesses.get(&share.id).map_or(0, |guess| guess.to_write.min(share.guesses));
-                asked.push(Asked { share: Scheduled { guesses: wanted, ..*share }, params, prompt_len, from });
+                // Others' guesses may have the room.
+                let count = share.count - share.guesses + wanted;
+                asked.push(Asked { share: Scheduled { count, guesses: wanted, ..*share }, params, prompt_len, from });
             }
         }
         for (id, (tokens, from)) in small.write(&self.scheduler, &asked).map_err(failed)? {
