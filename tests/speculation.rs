@@ -332,3 +332,32 @@ fn rejection_leaves_frequencies_as_they_are() {
         assert!(free > 20.0 && chi < free + 5.0 * (2.0 * free).sqrt(), "{method}: {chi} of {free}");
     }
 }
+
+/// On a GPU a guess is a chunk of several rows that are chosen from, where without there are steps of one row.
+#[test]
+fn texts_are_the_same_with_guesses_on_a_gpu() {
+    let gpu = quern_vgpu::load();
+    gpu.set("check", "fatal");
+    let scratch = Scratch::new("speculation-gpu");
+    let file = model(&scratch);
+    // A virtual GPU is slow.
+    let short = |mut request: Request| {
+        let from = request.prompt.len() - 18;
+        request.prompt = [&request.prompt[from..], &request.prompt[from..]].concat();
+        request.max_tokens = 12;
+        request
+    };
+    let all = requests(file.spec().vocab);
+    let requests: Vec<Request> = [0, 1, 3, 5, 7, 10].into_iter().map(|i| short(all[i].clone())).collect();
+    let base = Run::GpuDefault.engine();
+    let want = alone(&file, base, &requests);
+    let mut right = 0;
+    for method in ["ngram:3", "auto"] {
+        let options = EngineOptions { sequences: requests.len(), speculation: speculate(method), ..base };
+        let mut engine = engine(&file, options);
+        assert_eq!(answer(&mut engine, &requests), want, "{method}");
+        right += engine.stats().guesses.accepted;
+    }
+    assert!(right > 10, "{right}");
+    assert_eq!(gpu.reports(), Vec::<String>::new());
+}

@@ -235,10 +235,9 @@ impl Scheduler {
         self.running.iter().filter(|s| s.pending() == 1)
     }
 
-    /// Tokens that prompts lack.
+    /// Tokens that running prompts lack.
     pub fn prompts(&self) -> usize {
-        let waiting = self.waiting.values().take(LOOKED_AT).map(|s| s.tokens.len());
-        self.running.iter().map(Sequence::pending).filter(|&n| n > 1).chain(waiting).sum()
+        self.running.iter().map(Sequence::pending).filter(|&n| n > 1).sum()
     }
 
     /// Chooses the next step. Empty only when idle: a sequence that fits the pool alone always runs. `wanted` says how
