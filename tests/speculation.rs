@@ -271,7 +271,7 @@ fn texts_are_the_same_with_a_draft_model() {
         println!("{tokens} tokens, {} guessed, {} right", counts.0, counts.1);
         // A constraint that the draft does not know, and the ends of texts, keep some back or make them wrong.
         let share = counts.1 as f64 / counts.0 as f64;
-        assert!(counts.0 > 10_000 && if knows { share > 0.9 } else { share < 0.9 }, "{share}");
+        assert!(counts.0 > 5_000 && if knows { share > 0.9 } else { share < 0.9 }, "{share}");
     }
 }
 
@@ -282,16 +282,19 @@ fn rejection_leaves_frequencies_as_they_are() {
     let file = model(&scratch[0]);
     let other = kept(&fixture("models/llama-gptq-w2-g32-sym"), &scratch[1]).1;
     const RUNS: u64 = 6000;
-    // A text that has gone on after these tokens before.
-    let stem = [3, 1, 4, 1, 5, 9, 2, 6];
-    let greedy = Request { prompt: stem.to_vec(), max_tokens: 5, ignore_eos: true, ..Request::default() };
-    let greedy = Request { sampling: SamplingParams::greedy(), ..greedy };
-    let before = alone(&file, Run::Default.engine(), &[greedy]).remove(0).tokens;
-    let prompt = [&stem[..], &before, &stem].concat();
+    // Few tokens, so that each has stood in the text before.
+    let prompt = vec![3, 1, 4, 1, 5, 3, 5, 4, 4, 3, 1, 1, 5, 5];
+    let bias = 30.0;
     let request = |seed| Request {
         prompt: prompt.clone(),
-        max_tokens: 3,
-        sampling: SamplingParams { temperature: 0.4, top_k: 6, seed, ..SamplingParams::default() },
+        max_tokens: 4,
+        sampling: SamplingParams {
+            temperature: 0.7,
+            top_k: 4,
+            seed,
+            logit_bias: [1, 3, 4, 5].map(|token| (token, bias)).to_vec(),
+            ..SamplingParams::default()
+        },
         ignore_eos: true,
         ..Request::default()
     };
