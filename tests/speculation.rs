@@ -289,7 +289,7 @@ fn rejection_leaves_frequencies_as_they_are() {
         prompt: prompt.clone(),
         max_tokens: 4,
         sampling: SamplingParams {
-            temperature: 0.7,
+            temperature: 6.0,
             top_k: 4,
             seed,
             logit_bias: [1, 3, 4, 5].map(|token| (token, bias)).to_vec(),
