@@ -340,11 +340,10 @@ fn plot(table: &[Line]) -> String {
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 1060 420\" font-family=\"sans-serif\" font-size=\"13\">\n\
          <rect width=\"1060\" height=\"420\" fill=\"white\"/>\n",
     );
-    let panels: [(&str, fn(&Line) -> f64); 2] =
-        [("speed against no guesses", |line| line.gain[0]), ("time to the first token, ms", |line| line.first_ms)];
-    for (panel, (title, value)) in panels.into_iter().enumerate() {
+    for (panel, title) in ["speed against no guesses", "time to the first token, ms"].into_iter().enumerate() {
+        let value = |line: &Line| if panel == 0 { line.gain[0] } else { line.first_ms };
         let x0 = left + panel as f64 * 530.0;
-        let highest = table.iter().map(value).fold(1.0, f64::max) * 1.1;
+        let highest = table.iter().map(&value).fold(1.0, f64::max) * 1.1;
         let x = |k: f64| x0 + (k - 1.0) / (most - 1.0).max(1.0) * width;
         let y = |value: f64| top + height * (1.0 - value / highest);
         s += &format!("<text x=\"{x0}\" y=\"24\" font-size=\"15\">{title}</text>\n");
