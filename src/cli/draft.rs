@@ -4,7 +4,22 @@ use std::{error::Error, path::Path, sync::Arc};
 
 use quern_models::ModelFile;
 
-use crate::text::{TextModel, Tokenizer, printable};
+use super::EngineArgs;
+use crate::{
+    draft::Method,
+    text::{TextModel, Tokenizer, printable},
+};
+
+/// The small model of the flags, if there is one; refuses a method that needs one without it.
+pub fn of(args: &EngineArgs, file: &ModelFile) -> Result<Option<Arc<ModelFile>>, String> {
+    match &args.draft {
+        Some(path) => open(path, file).map(Some).map_err(|e| e.to_string()),
+        None if args.speculate.method == Method::Draft => {
+            Err(format!("--speculate {}: expected a small model, --draft FILE", args.speculate))
+        }
+        None => Ok(None),
+    }
+}
 
 /// Opens a small model and refuses one that does not have the large one's tokens.
 pub fn open(path: &Path, of: &ModelFile) -> Result<Arc<ModelFile>, Box<dyn Error>> {

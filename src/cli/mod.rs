@@ -186,7 +186,8 @@ pub struct EngineArgs {
     #[arg(long, value_name = "METHOD", default_value = "auto", help_heading = "Engine")]
     pub speculate: Speculation,
     /// When a guess is right: exact, if it is what would have been chosen anyway (the text is the same as without), or
-    /// rejection (Leviathan et al.: another text, of the same distribution)
+    /// rejection (Leviathan et al.: another text, of the same distribution, which depends on more than the seed; answers
+    /// with a grammar stay exact)
     #[arg(long, value_name = "RULE", default_value = "exact", help_heading = "Engine")]
     pub accept: Accept,
     /// A small model with the same tokens that writes ahead of this one (a .qrn file)

@@ -8,7 +8,8 @@
 
 use std::{
     collections::HashMap,
-    hash::{BuildHasherDefault, Hasher},
+    hash::{BuildHasher, Hasher},
+    sync::OnceLock,
 };
 
 /// Where a text's end occurred before.
@@ -27,7 +28,7 @@ pub struct Automaton {
     states: Vec<State>,
     edges: Vec<Edge>,
     /// Edge of a state and a token.
-    edge: HashMap<(u32, u32), u32, BuildHasherDefault<Mix>>,
+    edge: HashMap<(u32, u32), u32, Seed>,
     /// State of the whole text.
     last: u32,
     /// Where the whole text's end occurred before.
@@ -192,8 +193,25 @@ impl Follower {
     }
 }
 
-/// Hash of a state and a token: both are small numbers, which nobody outside chooses freely.
-#[derive(Default)]
+/// Hashes a state and a token from a start that nobody outside knows: clients choose tokens.
+#[derive(Debug, Clone)]
+struct Seed(u64);
+
+impl Default for Seed {
+    fn default() -> Seed {
+        static SEED: OnceLock<u64> = OnceLock::new();
+        Seed(*SEED.get_or_init(crate::random::unforeseen))
+    }
+}
+
+impl BuildHasher for Seed {
+    type Hasher = Mix;
+
+    fn build_hasher(&self) -> Mix {
+        Mix(self.0)
+    }
+}
+
 struct Mix(u64);
 
 impl Hasher for Mix {

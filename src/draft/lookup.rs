@@ -39,10 +39,15 @@ impl Past {
     }
 }
 
+/// Tokens of a prompt that are looked up, the last ones: some 3 MB of each text, and the time of a step.
+const MOST: usize = 16 << 10;
+
 /// One text in progress, and where it stands in the past.
 #[derive(Debug, Default)]
 pub struct Lookup {
     own: Automaton,
+    /// Tokens before those of the automaton.
+    skipped: usize,
     /// In the halves of the past as they were at the epoch.
     others: [Follower; 2],
     epoch: u64,
@@ -53,6 +58,10 @@ pub struct Lookup {
 impl Lookup {
     /// What may follow `text`, at most `most` tokens. `text` is that of the last call and what was added since.
     pub fn guess(&mut self, text: &[u32], past: Option<&Past>, most: usize) -> Guess {
+        if self.own.tokens().is_empty() {
+            self.skipped = text.len().saturating_sub(MOST);
+        }
+        let text = &text[self.skipped..];
         let known = self.own.tokens().len();
         text[known..].iter().for_each(|&token| self.own.push(token));
         let own = self.own.repeated();
@@ -116,6 +125,11 @@ mod tests {
         let all = [1, 2, 3, 4, 1, 2, 9, 1, 2];
         assert_eq!(tokens(lookup.guess(&all, None, 1)), [9], "as it did last");
         assert!(tokens(lookup.guess(&all, None, 0)).is_empty());
+        // Only so far back.
+        let long = [&[1, 2][..], &vec![9; MOST], &[8, 1]].concat();
+        let mut far = Lookup::default();
+        assert!(tokens(far.guess(&long, None, 1)).is_empty());
+        assert_eq!(tokens(far.guess(&[&long[..], &[8]].concat(), None, 2)), [1, 8]);
         // Past its end.
         assert_eq!(tokens(Lookup::default().guess(&[7; 5], None, 6)), [7; 6]);
         assert_eq!(tokens(Lookup::default().guess(&[5, 8, 5, 8, 5], None, 5)), [8, 5, 8, 5, 8]);

@@ -1,15 +1,20 @@
 //! One request in progress: what it wants of each step, and what it has got so far.
 
+use std::time::{Duration, Instant};
+
 use quern_kernels::{
     exec::{ChunkOutput, Output},
     sample::{Distribution, Draft, History, SampleError, Sampled, SamplingParams, logprobs, rejection, sample_allowed},
 };
 
-use super::{Failure, Finish, Pooling, Request, Score, TokenSet, ahead::Ahead};
+use super::{Failure, Finish, Grammar, Pooling, Request, Score, TokenSet, ahead::Ahead};
 use crate::{
     draft::{Accept, Method},
     sched::Scheduled,
 };
+
+/// Masks of the guesses of a step usually take less; everybody waits for them.
+const SLOW: Duration = Duration::from_millis(3);
 
 /// A request in progress.
 pub(super) struct Active {
@@ -20,6 +25,10 @@ pub(super) struct Active {
     /// What may come next, where there is a constraint: of each row whose token is chosen, as words.
     allowed: Option<(TokenSet, Vec<u32>)>,
     ahead: Ahead,
+    /// A copy of the constraint that follows the text, for guesses; made for the first.
+    scout: Option<Box<dyn Grammar>>,
+    /// So many times more the masks of guesses may take long.
+    patience: usize,
     /// Logprobs of the prompt so far, its first token left out.
     scores: Vec<Score>,
     scores_told: bool,
@@ -42,7 +51,18 @@ pub(super) enum Got {
 impl Active {
     pub fn new(request: Request, vocab: usize, ahead: Ahead) -> Active {
         let allowed = request.constraint.is_some().then(|| (TokenSet::new(vocab), vec![]));
-        Active { request, generated: 0, vocab, allowed, ahead, scores: vec![], scores_told: false, sum: (vec![], 0) }
+        Active {
+            request,
+            generated: 0,
+            vocab,
+            allowed,
+            ahead,
+            scout: None,
+            patience: 3,
+            scores: vec![],
+            scores_told: false,
+            sum: (vec![], 0),
+        }
     }
 
     /// Asks the constraint what may come, after the text and after each guess. Returns how many guesses it allows.
@@ -57,27 +77,46 @@ impl Active {
             return Err("it allows no token".into());
         }
         words.extend_from_slice(set.words());
-        if guesses.is_empty() {
-            return Ok(0);
-        }
-        let mut ahead = constraint.clone();
-        for (i, &guess) in guesses.iter().enumerate() {
-            if !set.contains(guess) || ahead.0.follow(guess).is_err() || ahead.0.ended() {
-                return Ok(i);
+        let Some(mut scout) = (if guesses.is_empty() { None } else { self.scout() }) else { return Ok(0) };
+        let Some((set, words)) = &mut self.allowed else { return Ok(0) };
+        let started = Instant::now();
+        let mut right = 0;
+        for &guess in guesses {
+            if !set.contains(guess) || scout.follow(guess).is_err() || scout.ended() {
+                break;
             }
             set.clear();
             // What cannot be said now may be said, or fail, when it is its turn.
-            if ahead.0.allow(set).is_err() || set.is_empty() {
-                return Ok(i);
+            if scout.allow(set).is_err() || set.is_empty() {
+                break;
             }
             words.extend_from_slice(set.words());
+            right += 1;
         }
-        Ok(guesses.len())
+        self.patience -= usize::from(started.elapsed() > SLOW).min(self.patience);
+        Ok(right)
     }
 
-    /// Tokens that the constraint leaves no choice about.
-    pub fn forced(&mut self) -> Vec<u32> {
-        self.request.constraint.as_mut().map_or(vec![], |constraint| constraint.0.forced())
+    /// At most `most` tokens that the constraint leaves no choice about.
+    pub fn forced(&mut self, most: usize) -> Vec<u32> {
+        let mut tokens = vec![];
+        let Some(mut scout) = self.scout() else { return tokens };
+        let Some((set, _)) = &mut self.allowed else { return tokens };
+        let started = Instant::now();
+        while tokens.len() < most && started.elapsed() <= SLOW {
+            set.clear();
+            let next = scout.allow(set).ok().and_then(|()| scout.one_way(set));
+            let Some(token) = next.filter(|&token| scout.follow(token).is_ok() && !scout.ended()) else { break };
+            tokens.push(token);
+        }
+        self.patience -= usize::from(started.elapsed() > SLOW).min(self.patience);
+        tokens
+    }
+
+    /// Goes ahead of the constraint: `None` where there is none, or where its masks have taken long.
+    fn scout(&mut self) -> Option<Box<dyn Grammar>> {
+        let constraint = self.request.constraint.as_ref().filter(|_| self.patience > 0)?;
+        Some(self.scout.get_or_insert_with(|| constraint.0.scout()).boxed_clone())
     }
 
     /// How tokens are chosen, how long the prompt is, and whether it matters what guesses are drawn from, where a small
@@ -85,14 +124,14 @@ impl Active {
     pub fn written(&self) -> Option<(&SamplingParams, usize, bool)> {
         let method = self.ahead.speculation.method;
         let may = self.request.embed.is_none() && matches!(method, Method::Auto | Method::Draft);
-        // With a constraint a guess is kept back for what it is: as if it had not been drawn.
-        let from = self.rejects() && self.request.constraint.is_none();
-        may.then_some((&self.request.sampling, self.request.prompt.len(), from))
+        may.then_some((&self.request.sampling, self.request.prompt.len(), self.rejects()))
     }
 
-    /// Whether guesses are right with a probability, instead of by being the token that is chosen.
+    /// Whether guesses are right with a probability, instead of by being the token that is chosen. With a constraint, some
+    /// are kept back for what they are, which only the other rule allows.
     fn rejects(&self) -> bool {
-        self.ahead.speculation.accept == Accept::Rejection && !self.request.sampling.is_greedy()
+        let rejection = self.ahead.speculation.accept == Accept::Rejection;
+        rejection && !self.request.sampling.is_greedy() && self.request.constraint.is_none()
     }
 
     /// Whether a token ends the text.
@@ -282,6 +321,9 @@ impl Active {
         }
         if let Some(constraint) = &mut r.constraint {
             constraint.0.follow(token)?;
+            if self.scout.as_mut().is_some_and(|scout| scout.follow(token).is_err()) {
+                (self.scout, self.patience) = (None, 0);
+            }
             if constraint.0.ended() {
                 return Ok(Some(Finish::Stop));
             }

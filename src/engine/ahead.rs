@@ -61,12 +61,14 @@ impl Guesser {
         let mut guesses = BTreeMap::new();
         let (mut ids, mut offers, mut answers) = (vec![], vec![], 0);
         let (mut writing, mut written) = (vec![], vec![]);
+        // What one asks for must not make others wait.
+        let obeys = self.speculation.fixed.is_some() || scheduler.load() == (1, 0);
         for sequence in scheduler.decoding() {
             answers += 1;
             let Some(active) = active.get_mut(&sequence.id) else { continue };
             let guess = self.of(sequence, active, context);
             let ahead = active.ahead();
-            if ahead.speculation.fixed.is_none() {
+            if ahead.speculation.fixed.is_none() || !obeys {
                 let (ids, offers) = match guess.to_write {
                     0 => (&mut ids, &mut offers),
                     _ => (&mut writing, &mut written),
@@ -103,7 +105,7 @@ impl Guesser {
         }
         let mut guess = Guess::default();
         if matches!(method, Method::Auto | Method::Grammar) {
-            guess.tokens = active.forced();
+            guess.tokens = active.forced(most);
             guess.places = (1..=guess.tokens.len()).map(|i| Place::new(Source::Grammar, i)).collect();
         }
         let ahead = active.ahead_mut();

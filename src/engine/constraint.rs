@@ -8,9 +8,15 @@ pub trait Grammar: Send {
     /// Takes the token that was chosen.
     fn follow(&mut self, token: u32) -> Result<(), String>;
 
-    /// Tokens about which there is no choice, as far as that is known without searching; a guess may be wrong.
-    fn forced(&mut self) -> Vec<u32> {
-        vec![]
+    /// The token of a set that the text certainly goes on with, up to its end or beyond: the only one, or one of which all
+    /// others are beginnings.
+    fn one_way(&self, allowed: &TokenSet) -> Option<u32> {
+        allowed.only()
+    }
+
+    /// A copy that goes ahead of this one, and shares no limits with it: what it tries out costs this one nothing.
+    fn scout(&self) -> Box<dyn Grammar> {
+        self.boxed_clone()
     }
 
     /// Whether the answer is complete and nothing more may come.
@@ -75,6 +81,21 @@ impl TokenSet {
         (token as usize) < self.vocab && self.words[token as usize / 32] >> (token % 32) & 1 == 1
     }
 
+    /// The token, if it is one.
+    pub fn only(&self) -> Option<u32> {
+        let mut words = self.words.iter().enumerate().filter(|(_, word)| **word != 0);
+        let (i, word) = words.next()?;
+        (words.next().is_none() && word.is_power_of_two()).then(|| i as u32 * 32 + word.trailing_zeros())
+    }
+
+    /// Its tokens, in order.
+    pub fn tokens(&self) -> impl Iterator<Item = u32> + '_ {
+        let bits = |(i, &word): (usize, &u32)| {
+            (0..32).filter(move |bit| word >> bit & 1 == 1).map(move |bit| i as u32 * 32 + bit)
+        };
+        self.words.iter().enumerate().filter(|(_, word)| **word != 0).flat_map(bits)
+    }
+
     /// Whether no token is in it.
     pub fn is_empty(&self) -> bool {
         self.words.iter().all(|&w| w == 0)
@@ -103,6 +124,13 @@ mod tests {
         set.clear();
         set.insert_words(&[1 << 31, u32::MAX, 7]);
         assert_eq!(set.words(), [1 << 31, 7]);
+        assert_eq!((set.tokens().collect::<Vec<_>>(), set.only()), (vec![31, 32, 33, 34], None));
+        let mut one = TokenSet::new(100);
+        assert_eq!(one.only(), None);
+        one.insert(64);
+        assert_eq!(one.only(), Some(64));
+        one.insert(99);
+        assert_eq!(one.only(), None);
         assert!(!set.contains(64));
     }
 }

@@ -179,12 +179,12 @@ impl Engine {
                 "a model whose layers all have a window gives blocks back that the draft needs",
             ));
         }
-        let (most, vocab) = (file.spec().max_context, self.file.spec().vocab);
+        let (vocab, spec) = (self.file.spec().vocab, file.spec().clone());
         let blocks = self.executor.blocks();
         let options = ExecOptions { blocks, gpu_layers: None, ..options.exec(file.spec()) };
         let executor = exec::open(file, options, |_| {})?;
-        self.guesser.small = Some((0.0, most));
-        self.small = Some(Small::new(executor, vocab, most));
+        self.guesser.small = Some((0.0, spec.max_context));
+        self.small = Some(Small::new(executor, &spec, vocab));
         Ok(())
     }
 
@@ -262,12 +262,14 @@ impl Engine {
     ) -> Result<Vec<Scheduled>, EngineError> {
         for &(from, to) in &step.copies {
             self.executor.copy_block(from, to).map_err(failed)?;
-            if let Some(small) = &mut self.small {
-                small.copy_block(from, to).map_err(failed)?;
+            if let Some(Err(error)) = self.small.as_mut().map(|small| small.copy_block(from, to)) {
+                self.without_small(&error);
             }
         }
         let mut shares = step.shares;
-        self.write(&shares, &mut guesses)?;
+        if let Err(error) = self.write(&shares, &mut guesses) {
+            self.without_small(&error);
+        }
         shares.retain_mut(|share| {
             let active = self.active.get_mut(&share.id).expect("a scheduled sequence is active");
             if !share.last {
@@ -294,7 +296,7 @@ impl Engine {
     }
 
     /// Lets the small model read what is computed, and write the guesses that are wanted of it.
-    fn write(&mut self, shares: &[Scheduled], guesses: &mut BTreeMap<u64, Guess>) -> Result<(), EngineError> {
+    fn write(&mut self, shares: &[Scheduled], guesses: &mut BTreeMap<u64, Guess>) -> Result<(), ExecError> {
         let Some(small) = &mut self.small else { return Ok(()) };
         let mut asked = vec![];
         for share in shares {
@@ -306,7 +308,7 @@ impl Engine {
                 asked.push(Asked { share: Scheduled { count, guesses: wanted, ..*share }, params, prompt_len, from });
             }
         }
-        for (id, (tokens, from)) in small.write(&self.scheduler, &asked).map_err(failed)? {
+        for (id, (tokens, from)) in small.write(&self.scheduler, &asked)? {
             let guess = guesses.entry(id).or_default();
             guess.places.truncate(tokens.len());
             // Where the text may end, nothing need be guessed; but a guess that was drawn must not be kept back for what it
@@ -319,6 +321,12 @@ impl Engine {
         }
         self.guesser.small = Some((small.pass(), small.context()));
         Ok(())
+    }
+
+    /// Goes on without the small model: what it fails at is no text's fault.
+    fn without_small(&mut self, error: &ExecError) {
+        eprintln!("the draft model failed, going on without it: {}", crate::text::printable(&error.to_string()));
+        (self.small, self.guesser.small) = (None, None);
     }
 
     /// Takes what a share gave.
@@ -351,7 +359,8 @@ impl Engine {
             Got::Tokens(sampled, error) => (sampled, error),
         };
         let active = self.active.get_mut(&request).expect("as above");
-        let (drafted, accepted) = (share.guesses, sampled.len().saturating_sub(1));
+        let accepted = if error.is_some() { sampled.len() } else { sampled.len().saturating_sub(1) };
+        let drafted = share.guesses;
         if drafted > 0 {
             self.guesser.checked(active.ahead_mut(), drafted, accepted);
             events.push(Event::Guessed { request, drafted, accepted });

@@ -15,7 +15,12 @@ use quern_kernels::{
     sample::{Distribution, History, SamplingParams},
 };
 
+use quern_models::ModelSpec;
+
 use crate::sched::{Scheduled, Scheduler, Sequence};
+
+/// Tokens that it reads in one step of what it has missed, because nobody asked it for a while.
+const MOST_MISSED: usize = 64;
 
 /// The small model, and what it has read.
 pub(super) struct Small {
@@ -25,6 +30,8 @@ pub(super) struct Small {
     /// Tokens that the large model knows, and the longest text that this one was made for.
     vocab: usize,
     context: usize,
+    /// Tokens that this one knows.
+    own_vocab: usize,
     /// Seconds of a pass that reads a token or two of each text; 0 before the first.
     pass: f64,
 }
@@ -105,10 +112,10 @@ impl<'a> Writing<'a> {
 }
 
 impl Small {
-    /// A model on its device, with as many blocks as the large one has; `vocab` are the large one's tokens, `context` the
-    /// longest text that the small one was made for.
-    pub fn new(executor: Box<dyn Executor>, vocab: usize, context: usize) -> Small {
-        Small { executor, read: BTreeMap::new(), vocab, context, pass: 0.0 }
+    /// A model on its device, with as many blocks as the large one has, which knows `vocab` tokens.
+    pub fn new(executor: Box<dyn Executor>, spec: &ModelSpec, vocab: usize) -> Small {
+        let (context, own_vocab) = (spec.max_context, spec.vocab);
+        Small { executor, read: BTreeMap::new(), vocab, context, own_vocab, pass: 0.0 }
     }
 
     /// Copies a block, as the large one does.
@@ -139,7 +146,17 @@ impl Small {
         for Asked { share, params, prompt_len, from } in asked {
             let Some(s) = scheduler.running(share.id) else { continue };
             let read = self.known(s);
-            if share.guesses > 0 {
+            // It may know fewer tokens (rows that pad a vocabulary), and shorter texts.
+            let end = s.computed + share.count;
+            let unknown = |&token: &u32| token as usize >= self.own_vocab;
+            let biased = params.logit_bias.iter().any(|(token, _)| unknown(token));
+            if end > self.context || biased || s.tokens[read..end.min(s.tokens.len())].iter().any(unknown) {
+                continue;
+            }
+            if share.guesses > 0 && s.tokens.len() - read > MOST_MISSED {
+                // It catches up first, a bit in each step.
+                prompts.push((s, read, read + MOST_MISSED));
+            } else if share.guesses > 0 {
                 let (id, known, left) = (s.id, s.tokens.len(), share.guesses);
                 let (text, blocks, prompt_len) = (s.tokens.clone(), &s.blocks[..], *prompt_len);
                 let from = from.then(Vec::new);
@@ -149,6 +166,7 @@ impl Small {
             }
             self.read.insert(s.id, read);
         }
+        let vocab = self.vocab;
         let mut first = true;
         while first || writing.iter().any(|w| w.left > 0) {
             let mut plan = Plan::default();
@@ -172,7 +190,6 @@ impl Small {
                 let took = started.elapsed().as_secs_f64();
                 self.pass = if self.pass == 0.0 { took } else { self.pass + (took - self.pass) * 0.1 };
             }
-            let vocab = self.vocab;
             writing.iter_mut().filter(|w| w.left > 0).zip(outputs).for_each(|(w, output)| w.take(output, vocab));
         }
         for (s, _, end) in prompts {

@@ -119,10 +119,11 @@ impl Queue {
     }
 }
 
-/// Bytes of a token in the queue. Other events come once for each request and count for nothing.
+/// Bytes in the queue of what comes with every step. Other events come once for each request and count for nothing.
 fn weight(event: &Event) -> usize {
     match event {
         Event::Token { top, .. } => size_of::<Event>() + size_of_val(&top[..]),
+        Event::Guessed { .. } => size_of::<Event>(),
         _ => 0,
     }
 }
@@ -166,7 +167,7 @@ impl Submission {
             return Some(Event::Failed { request: 0, error: self.unread.failure() });
         }
         match &event {
-            Some(event @ Event::Token { .. }) => {
+            Some(event @ (Event::Token { .. } | Event::Guessed { .. })) => {
                 self.unread.bytes.fetch_sub(weight(event), Ordering::AcqRel);
             }
             None => self.left = 0,

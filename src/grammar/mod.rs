@@ -318,15 +318,27 @@ impl Grammar for Walk {
         Ok(())
     }
 
-    fn forced(&mut self) -> Vec<u32> {
-        if self.matcher.is_stopped() {
-            return vec![];
+    /// The library knows forced bytes, too, but asking it binds the matcher to them, without any limit.
+    fn one_way(&self, allowed: &TokenSet) -> Option<u32> {
+        if let Some(token) = allowed.only() {
+            return Some(token);
         }
-        let bytes = self.matcher.compute_ff_bytes();
-        match self.matcher.tok_env() {
-            Ok(env) if !bytes.is_empty() => env.tokenize_bytes(&bytes),
-            _ => vec![],
+        let env = self.matcher.tok_env().ok()?;
+        let trie = env.tok_trie();
+        let mut longest: (u32, &[u8]) = (0, &[]);
+        for token in allowed.tokens() {
+            let bytes = trie.token(token);
+            if bytes.starts_with(longest.1) {
+                longest = (token, bytes);
+            } else if !longest.1.starts_with(bytes) {
+                return None;
+            }
         }
+        (!longest.1.is_empty()).then_some(longest.0)
+    }
+
+    fn scout(&self) -> Box<dyn Grammar> {
+        Box::new(Walk { matcher: self.matcher.deep_clone() })
     }
 
     fn follow(&mut self, token: u32) -> Result<(), String> {

@@ -263,7 +263,12 @@ impl Scheduler {
         let mut rows = self.budget.logits;
         if !preempted {
             self.admit(&mut step);
-            let room = budget.min(rows).saturating_sub(1);
+            // Prompts go on beside guesses, and with a window take blocks as they go on.
+            let room = match (self.prompts(), self.window) {
+                (0, _) => budget.min(rows).saturating_sub(1),
+                (_, None) => (budget / 4).min(rows / 2),
+                (_, Some(_)) => 0,
+            };
             let given = self.make_room(room, wanted, &mut step);
             (budget, rows) = (budget - given, rows - given);
         }

@@ -18,7 +18,7 @@ use serde_json::json;
 
 use super::super::{EngineArgs, Format, Usage, draft, open, positive, print, read_whole};
 use crate::{
-    draft::{Counts, MOST, Method, Speculation},
+    draft::{Accept, Counts, MOST, Method, Speculation},
     engine::{Engine, EngineOptions, Event, Generator, Request},
     text::{Message, TextModel},
 };
@@ -121,6 +121,12 @@ fn rows(args: &SpecBenchArgs) -> Result<Vec<Row>, Usage> {
         names.iter().map(|&method| Speculation { method, ..Speculation::OFF }).collect()
     };
     let methods = if args.methods.is_empty() { usual() } else { args.methods.clone() };
+    if args.tokens < 2 {
+        return Err(Usage("--tokens: expected at least 2, the first is the prompt's".into()));
+    }
+    if args.engine.accept == Accept::Rejection {
+        return Err(Usage("--accept rejection gives other texts, and here they are compared: expected exact".into()));
+    }
     if let Some(k) = args.k.iter().find(|&&k| k > MOST) {
         return Err(Usage(format!("-k {k}: expected 0 to {MOST} guesses")));
     }
@@ -162,14 +168,17 @@ fn prompts(args: &SpecBenchArgs, text: &TextModel) -> Result<Vec<Vec<u32>>, Box<
 
 /// What stands between lines with `=== `, or the lines.
 fn texts(all: &str) -> Vec<&str> {
-    let marked = all.starts_with("=== ") || all.contains("\n=== ");
-    let parts: Vec<&str> = match marked {
-        true => {
-            let after = |part: &'_ str| part.find('\n').map(|at| at + 1);
-            let parts = all.split("=== ").skip(1);
-            parts.filter_map(|part| Some(&part[after(part)?..])).collect()
+    let (mut marks, mut at) = (vec![], 0);
+    for line in all.split_inclusive('\n') {
+        if line.starts_with("=== ") {
+            marks.push((at, at + line.len()));
         }
-        false => all.lines().collect(),
+        at += line.len();
+    }
+    let ends = marks.iter().skip(1).map(|mark| mark.0).chain([all.len()]);
+    let parts: Vec<&str> = match marks.is_empty() {
+        false => marks.iter().zip(ends).map(|(mark, end)| &all[mark.1..end]).collect(),
+        true => all.lines().collect(),
     };
     parts.into_iter().map(str::trim).filter(|text| !text.is_empty()).collect()
 }
@@ -399,6 +408,7 @@ mod tests {
         assert_eq!(texts("a\n\n b \n"), ["a", "b"]);
         assert_eq!(texts("# head\n=== one\na\nb\n\n=== two\nc\n"), ["a\nb", "c"]);
         assert_eq!(texts("=== one"), [""; 0]);
+        assert_eq!(texts("=== one\nif (a === b) {}\n=== two\nd"), ["if (a === b) {}", "d"]);
     }
 
     #[test]

@@ -157,8 +157,8 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
     let sequences = if args.batch.is_some() { batch::IN_FLIGHT } else { 1 };
     let options = args.engine.fitting(&file, EngineOptions { sequences, ..args.engine.options() })?;
     let most_context = file.spec().max_context;
-    let small = args.engine.draft.as_ref().map(|path| super::draft::open(path, &file)).transpose();
-    let small = small.map_err(|e| RunError::Flag { flag: "--draft", reason: e.to_string() })?;
+    let small = super::draft::of(&args.engine, &file);
+    let small = small.map_err(|reason| RunError::Flag { flag: "--draft", reason })?;
     let progress = super::upload::progress(file.file_len());
     let mut engine = Engine::open(Arc::new(file), options, progress)?;
     if let Some(small) = small {
