@@ -71,4 +71,6 @@ struct LinearArgs {
     u32 at_supers;
     u32 at_sums;
     u32 stage;
+    u32 rows;
+    u32 unused;
 };

@@ -80,38 +80,50 @@ DEVICE float4 norm_quad(Moments m, const float* x, const float* weight, const fl
 
 // x: f32 [..][n]; rows: u32 [m] or null (row i is row i of x); weight, bias: f32 [n]; order: u32 [n] or null: column j
 // of the result is column order[j] of the normed row. Grid: m blocks.
-template <bool LAYER, bool HALF>
+template <bool LAYER, int FORM>
 DEVICE void norm_to_acts(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order,
                          u32 n, float eps, Acts to) {
     u32 row = blockIdx.x;
     x += (u64)(rows ? rows[row] : row) * n;
     __shared__ float shared[32];
     Moments m = moments<LAYER>(x, n, eps, shared);
-    write_row<HALF, THREADS>(to, row, [&](u32 q) { return norm_quad<LAYER>(m, x, weight, bias, order, q, n); });
+    write_row<FORM, THREADS>(to, row, [&](u32 q) { return norm_quad<LAYER>(m, x, weight, bias, order, q, n); });
 }
 
 KERNEL(THREADS)
 rms_norm_f16(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order, u32 n,
              float eps, Acts to) {
-    norm_to_acts<false, true>(x, rows, weight, bias, order, n, eps, to);
+    norm_to_acts<false, FORM_F16>(x, rows, weight, bias, order, n, eps, to);
 }
 
 KERNEL(THREADS)
 rms_norm_f32(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order, u32 n,
              float eps, Acts to) {
-    norm_to_acts<false, false>(x, rows, weight, bias, order, n, eps, to);
+    norm_to_acts<false, FORM_F32>(x, rows, weight, bias, order, n, eps, to);
+}
+
+KERNEL(THREADS)
+rms_norm_int8(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order, u32 n,
+              float eps, Acts to) {
+    norm_to_acts<false, FORM_INT8>(x, rows, weight, bias, order, n, eps, to);
 }
 
 KERNEL(THREADS)
 layer_norm_f16(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order, u32 n,
                float eps, Acts to) {
-    norm_to_acts<true, true>(x, rows, weight, bias, order, n, eps, to);
+    norm_to_acts<true, FORM_F16>(x, rows, weight, bias, order, n, eps, to);
 }
 
 KERNEL(THREADS)
 layer_norm_f32(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order, u32 n,
                float eps, Acts to) {
-    norm_to_acts<true, false>(x, rows, weight, bias, order, n, eps, to);
+    norm_to_acts<true, FORM_F32>(x, rows, weight, bias, order, n, eps, to);
+}
+
+KERNEL(THREADS)
+layer_norm_int8(const float* x, const u32* rows, const float* weight, const float* bias, const u32* order, u32 n,
+              float eps, Acts to) {
+    norm_to_acts<true, FORM_INT8>(x, rows, weight, bias, order, n, eps, to);
 }
 
 // The same into f32 [m][n], in natural order.
@@ -140,11 +152,11 @@ layer_norm_rows(const float* x, const u32* rows, const float* weight, const floa
 
 // ---- rows as they are: x f32 [m][n], order as above. Grid: m blocks.
 
-template <bool HALF>
+template <int FORM>
 DEVICE void rows_to_acts(const float* x, const u32* order, u32 n, Acts to) {
     u32 row = blockIdx.x;
     x += (u64)row * n;
-    write_row<HALF, THREADS>(to, row, [&](u32 q) {
+    write_row<FORM, THREADS>(to, row, [&](u32 q) {
         if (!order) return load_quad(x, q, n);
         float v[4];
 #pragma unroll
@@ -153,8 +165,9 @@ DEVICE void rows_to_acts(const float* x, const u32* order, u32 n, Acts to) {
     });
 }
 
-KERNEL(THREADS) rows_f16(const float* x, const u32* order, u32 n, Acts to) { rows_to_acts<true>(x, order, n, to); }
-KERNEL(THREADS) rows_f32(const float* x, const u32* order, u32 n, Acts to) { rows_to_acts<false>(x, order, n, to); }
+KERNEL(THREADS) rows_f16(const float* x, const u32* order, u32 n, Acts to) { rows_to_acts<FORM_F16>(x, order, n, to); }
+KERNEL(THREADS) rows_f32(const float* x, const u32* order, u32 n, Acts to) { rows_to_acts<FORM_F32>(x, order, n, to); }
+KERNEL(THREADS) rows_int8(const float* x, const u32* order, u32 n, Acts to) { rows_to_acts<FORM_INT8>(x, order, n, to); }
 
 // ---- activations (models/src/spec.rs, Act)
 
@@ -193,7 +206,7 @@ DEVICE float act_one(float x) {
 // overwritten. Grid: m blocks.
 #define ACT_THREADS 512
 
-template <int KIND, bool HALF>
+template <int KIND, int FORM>
 DEVICE void act_to_acts(float* gate_up, u32 n, u32 gated, Acts to) {
     u32 row = blockIdx.x;
     float* gate = gate_up + (u64)row * (gated ? 2 * n : n);
@@ -214,17 +227,20 @@ DEVICE void act_to_acts(float* gate_up, u32 n, u32 gated, Acts to) {
 #pragma unroll 1
         for (u32 i = 4 * q; i < min(n, 4 * q + 4); i++) gate[i] = act_one<KIND>(gate[i]) * (gated ? up[i] : 1.0f);
     }
-    write_row<HALF, ACT_THREADS>(to, row, [&](u32 q) { return load_quad(gate, q, n); });
+    write_row<FORM, ACT_THREADS>(to, row, [&](u32 q) { return load_quad(gate, q, n); });
 }
 
-KERNEL(ACT_THREADS) silu_f16(float* x, u32 n, u32 gated, Acts to) { act_to_acts<SILU, true>(x, n, gated, to); }
-KERNEL(ACT_THREADS) silu_f32(float* x, u32 n, u32 gated, Acts to) { act_to_acts<SILU, false>(x, n, gated, to); }
-KERNEL(ACT_THREADS) gelu_f16(float* x, u32 n, u32 gated, Acts to) { act_to_acts<GELU, true>(x, n, gated, to); }
-KERNEL(ACT_THREADS) gelu_f32(float* x, u32 n, u32 gated, Acts to) { act_to_acts<GELU, false>(x, n, gated, to); }
-KERNEL(ACT_THREADS)
-gelu_tanh_f16(float* x, u32 n, u32 gated, Acts to) { act_to_acts<GELU_TANH, true>(x, n, gated, to); }
-KERNEL(ACT_THREADS)
-gelu_tanh_f32(float* x, u32 n, u32 gated, Acts to) { act_to_acts<GELU_TANH, false>(x, n, gated, to); }
+#define ACT(name, KIND)                                                                                                \
+    KERNEL(ACT_THREADS)                                                                                               \
+    name##_f16(float* x, u32 n, u32 gated, Acts to) { act_to_acts<KIND, FORM_F16>(x, n, gated, to); }                 \
+    KERNEL(ACT_THREADS)                                                                                               \
+    name##_f32(float* x, u32 n, u32 gated, Acts to) { act_to_acts<KIND, FORM_F32>(x, n, gated, to); }                 \
+    KERNEL(ACT_THREADS)                                                                                               \
+    name##_int8(float* x, u32 n, u32 gated, Acts to) { act_to_acts<KIND, FORM_INT8>(x, n, gated, to); }
+
+ACT(silu, SILU)
+ACT(gelu, GELU)
+ACT(gelu_tanh, GELU_TANH)
 
 // ---- norms of heads, rope, and keys and values into the cache
 

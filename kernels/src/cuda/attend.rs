@@ -107,7 +107,7 @@ impl Attend {
     /// `[m][(heads + 2 * kv_heads) * head_dim]`, its keys and values already in the cache. Column `j` of the result is
     /// column `order[j]`, u32 `[heads * head_dim]`, of the heads side by side.
     ///
-    /// [`Form::F16`] computes on tensor cores where the cache is f16 or int8; otherwise all is f32.
+    /// Computed on tensor cores where the cache is f16 or int8; in [`Form::F32`], and with such a cache, all is f32.
     pub fn run(
         &self,
         ops: &Ops,
@@ -139,7 +139,7 @@ impl Attend {
         let attended = batch.attended.ptr();
         let mut both = Args::new().with(args).with(attended);
         let codes = kv.kind() == KvType::Int8;
-        if to.form == Form::F16 && kv.kind() != KvType::F32 {
+        if to.form != Form::F32 && kv.kind() != KvType::F32 {
             let kernels = match batch.cut() {
                 Cut::Wide => &self.wide[usize::from(codes)],
                 Cut::Narrow => &self.narrow[usize::from(codes)],

@@ -384,6 +384,7 @@ impl Executor for CudaExecutor {
         let acts = match self.forward.form() {
             Form::F16 => "f16",
             Form::F32 => "f32",
+            Form::Int8 => "int8",
         };
         let kv = self.forward.kv().kind().name();
         let info = self.device().info();

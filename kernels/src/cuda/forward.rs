@@ -122,7 +122,7 @@ impl Forward {
         let (spec, first) = (file.spec(), model.first);
         let both = |a: &Angles| 2 * a.pairs();
         let sizes = Sizes::of(&spec.layers[first..], rows, model.widths(), model.angles.iter().map(both).sum());
-        let [hidden, attended, inner] = sizes.widths;
+        let ([hidden, attended, inner], forms) = (sizes.widths, model.forms());
         let what = "buffers of a step";
         let new = |len: usize| Buffer::<f32>::new(&device, what, len);
         let bufs = Buffers {
@@ -135,10 +135,10 @@ impl Forward {
             x_host: (first > 0).then(|| Pinned::new(&device, rows * spec.hidden)).transpose()?,
             qkv: new(sizes.qkv)?,
             up: new(sizes.up)?,
-            hidden: Acts::new(&device, form, rows, hidden)?,
-            attended: Acts::new(&device, form, rows, attended)?,
-            inner: Acts::new(&device, form, rows, inner)?,
-            last: Acts::new(&device, form, HEAD_ROWS, hidden)?,
+            hidden: Acts::with(&device, form, forms[0], rows, hidden)?,
+            attended: Acts::with(&device, form, forms[1], rows, attended)?,
+            inner: Acts::with(&device, form, forms[2], rows, inner)?,
+            last: Acts::with(&device, form, forms[3], HEAD_ROWS, hidden)?,
             logits: new(HEAD_ROWS * spec.vocab)?,
             states: new(HEAD_ROWS * spec.hidden)?,
             best: Buffer::new(&device, what, 4 * HEAD_ROWS)?,
@@ -183,10 +183,12 @@ impl Forward {
         let widths = [wide(spec.hidden), wide(q), wide(inner)];
         let sizes = Sizes::of(layers, rows, widths, half.max().unwrap_or(0));
         let floats = sizes.qkv + sizes.up + sizes.angles + rows * spec.hidden + HEAD_ROWS * (spec.vocab + spec.hidden);
-        let acts: usize = widths.iter().map(|&w| Acts::bytes(form, rows, w)).sum();
+        let held = Model::held(file, first);
+        let acts: usize = widths.iter().map(|&w| Acts::bytes(form, held, rows, w)).sum();
         // Partial sums, of a device with as many multiprocessors as any has; floats that are converted on their way up.
         let fixed = 4 * (rows * MOST_PARTIALS + 4 * rows + HEAD_ROWS) + (48 << 20);
-        4 * floats + acts + Acts::bytes(form, HEAD_ROWS, widths[0]) + Batch::bytes(&shapes(layers), rows) + fixed
+        let last = Acts::bytes(form, held, HEAD_ROWS, widths[0]);
+        4 * floats + acts + last + Batch::bytes(&shapes(layers), rows) + fixed
     }
 
     pub fn spec(&self) -> &ModelSpec {

@@ -132,11 +132,11 @@ device_struct! {
     struct LinearArgs {
         /// The weights; those beyond `count` are not looked at.
         weight: WeightRef[3],
-        /// f16 `[m][stride]`, see [`acts`](super::acts).
+        /// f16 or i8 `[m][stride]`, see [`acts`](super::acts).
         h: DevicePtr,
-        /// f32 `[m]`.
+        /// f32 `[m]`, or none.
         factors: DevicePtr,
-        /// f32 `[m][stride / 16]`.
+        /// f32 `[m][stride / 16]`; in the int8 form scales and sums `[stride / block][rows][2]`.
         sums: DevicePtr,
         /// f32 `[m][stride]`.
         x: DevicePtr,
@@ -174,10 +174,14 @@ device_struct! {
         at_zeros: u32,
         /// Upper level.
         at_supers: u32,
-        /// Sums of activations.
+        /// Sums of activations; in the int8 form scales and sums.
         at_sums: u32,
         /// Bytes of a stage.
         stage: u32,
+        /// Rows from one block's scales and sums to the next's.
+        rows: u32,
+        /// Nothing: an even number of these.
+        unused: u32,
     }
 }
 

@@ -6,6 +6,11 @@
 //! added in order, eight at a time, then those sums in order; the row's power of two comes last. That is the order at
 //! every number of rows.
 //!
+//! **int8 form.** The same slices. A block of 32 columns (16, if the weight's group is no multiple of 32) has an exact sum
+//! of `(q - z) * a` by integer tensor cores; `t = fma(sum, scale of a, t)` over the blocks of `fold` columns, then
+//! `y = fma(s, t, y)` and with minima `y = fma(min, sum of scale of a * sum of a, y)`. Weights that are no integers
+//! take the f32 form of the same input.
+//!
 //! **f32 form.** Weights are dequantized as [`TensorView::at`](quern_models::TensorView::at) does, products added by
 //! fma in an order that depends on the weight only.
 //!
@@ -50,6 +55,9 @@ pub struct Linear {
     narrow: Vec<[[Kernel; NARROW.len()]; 2]>,
     /// By code kind, then whether a fold is a multiple of 32 columns.
     wide: Vec<[Kernel; 2]>,
+    /// For the int8 form: codes of 4 bits, of 8.
+    narrow_int8: [[[Kernel; NARROW.len()]; 2]; 2],
+    wide_int8: [[Kernel; 2]; 2],
     reduce: Kernel,
     exact: Vec<Kernel>,
     rows: Kernel,
@@ -76,6 +84,14 @@ const WIDE_NAMES: [[&str; 2]; 5] = [
     ["wide_e4m3_16", "wide_e4m3_32"],
     ["wide_halves_32", "wide_halves_32"],
 ];
+
+/// The same for the int8 form: codes of 4 bits, of 8.
+const NARROW_INT8_NAMES: [[[&str; NARROW.len()]; 2]; 2] = [
+    [["four_int8_16_8", "four_int8_16_32"], ["four_int8_32_8", "four_int8_32_32"]],
+    [["eight_int8_16_8", "eight_int8_16_32"], ["eight_int8_32_8", "eight_int8_32_32"]],
+];
+const WIDE_INT8_NAMES: [[&str; 2]; 2] =
+    [["wide_four_int8_16", "wide_four_int8_32"], ["wide_eight_int8_16", "wide_eight_int8_32"]];
 
 /// Rows at a time where blocks share the columns of a panel: their partial sums stay in a device's cache.
 const ROWS: usize = 512;
@@ -115,10 +131,14 @@ impl Linear {
         for names in WIDE_NAMES {
             wide.push(two(&ptx::WIDE, names)?);
         }
+        let four = |ptx: &Ptx, [a, b]: [[&'static str; 2]; 2]| Ok::<_, CudaError>([two(ptx, a)?, two(ptx, b)?]);
+        let [narrow_4, narrow_8] = NARROW_INT8_NAMES;
         Ok(Linear {
             device: device.clone(),
             narrow,
             wide,
+            narrow_int8: [four(&ptx::INT8, narrow_4)?, four(&ptx::INT8, narrow_8)?],
+            wide_int8: four(&ptx::INT8, WIDE_INT8_NAMES)?,
             reduce: device.kernel(&ptx::LINEAR, "reduce")?,
             exact: EXACT_NAMES.iter().map(|name| device.kernel(&ptx::EXACT, name)).collect::<Result<_, _>>()?,
             rows: device.kernel(&ptx::ROWS, "embed")?,
@@ -153,7 +173,7 @@ impl Linear {
         }
         for launch in self.launches(weights) {
             let mut args = self.args(&launch, acts, m, out);
-            if acts.form == Form::F32 {
+            if launch.weights[0].form == Form::F32 {
                 self.exact(&launch, args)?;
                 continue;
             }
@@ -161,7 +181,7 @@ impl Linear {
             for start in (0..m).step_by(rows) {
                 args.m = rows.min(m - start) as u32;
                 self.tensor(&launch, args)?;
-                args.skip(rows);
+                args.skip(rows, launch.weights[0].form);
             }
         }
         Ok(())
@@ -207,7 +227,7 @@ impl Linear {
 
     /// Values of partial sums that a launch needs.
     fn partials(&self, launch: &Launch, m: usize) -> usize {
-        let coded = launch.weights.first().is_some_and(|w| w.form == Form::F16);
+        let coded = launch.weights.first().is_some_and(|w| w.form != Form::F32);
         if coded && launch.splits > 1 { launch.splits * m.min(ROWS) * launch.columns } else { 0 }
     }
 
@@ -216,11 +236,16 @@ impl Linear {
             Output::Store { to, stride, bias } => (to, stride, bias, 0),
             Output::Add { to, stride, bias } => (to, stride, bias, 1),
         };
+        let (form, block) = (launch.weights[0].form, launch.weights[0].block());
+        let (h, factors, sums) = match form {
+            Form::Int8 => (acts.blocks(block).q.ptr(), DevicePtr::NULL, acts.blocks(block).levels.ptr()),
+            _ => (acts.h.ptr(), acts.factors.ptr(), acts.sums.ptr()),
+        };
         let mut args = LinearArgs {
             weight: [launch.weights[0].device; 3],
-            h: acts.h.ptr(),
-            factors: acts.factors.ptr(),
-            sums: acts.sums.ptr(),
+            h,
+            factors,
+            sums,
             x: acts.x.ptr(),
             to,
             bias: bias.unwrap_or(DevicePtr::NULL),
@@ -241,10 +266,12 @@ impl Linear {
             at_supers: 0,
             at_sums: 0,
             stage: 0,
+            rows: acts.level_rows() as u32,
+            unused: 0,
         };
         let (mut panel, mut column) = (0, 0);
         for (i, w) in launch.weights.iter().enumerate() {
-            assert_eq!(w.form, acts.form, "form of a weight and of its input");
+            assert!(acts.serves(w.form, w.block()), "a weight reads {:?}, its input is {:?}", w.form, acts.form);
             assert!(w.k_pad.next_multiple_of(4) <= acts.stride, "{} columns of {}", w.k_pad, acts.stride);
             assert_eq!(w.k, launch.weights[0].k, "columns of weights that share an input");
             args.weight[i] = w.device;
@@ -258,24 +285,31 @@ impl Linear {
     /// Tensor cores: for few tokens the warps of a block share the columns of a panel, for many its rows and tokens.
     fn tensor(&self, launch: &Launch, mut args: LinearArgs) -> Result<(), CudaError> {
         let (m, slices) = (args.m as usize, SLICES as usize);
-        let (code, long) = kernel_of(launch.weights[0]);
+        let (form, code, long) = kernel_of(launch.weights[0]);
+        let bits = usize::from(code == layout::CODE_INT8);
         let weights = launch.weights.iter().map(|w| &w.device);
         let (kernel, grid, threads, shared) = match NARROW.iter().position(|&t| m <= t) {
             Some(which) => {
                 let tokens = NARROW[which];
-                args.stage(tokens, 1, weights, !long);
+                args.stage(form, tokens, 1, weights, !long);
                 let shared = slices
                     * (stages(code, tokens, long) * args.stage as usize).max(tokens * layout::SUMS_PITCH as usize * 4);
-                let kernel = &self.narrow[code as usize][long as usize][which];
+                let kernel = match form {
+                    Form::Int8 => &self.narrow_int8[bits][long as usize][which],
+                    _ => &self.narrow[code as usize][long as usize][which],
+                };
                 (kernel, [1, launch.panels, launch.splits], 32 * slices, shared)
             }
             None => {
                 let tokens = layout::WIDE_TOKENS as usize;
-                args.stage(tokens, 2, weights, !long);
+                args.stage(form, tokens, 2, weights, !long);
                 let pairs = args.blocks(launch.weights.iter().map(|w| w.panels().div_ceil(2)));
                 // Sums of 128 rows, of the activations, three stages.
                 let shared = tokens * (128 + 1) * 4 + 3 * args.stage as usize;
-                let kernel = &self.wide[code as usize][long as usize];
+                let kernel = match form {
+                    Form::Int8 => &self.wide_int8[bits][long as usize],
+                    _ => &self.wide[code as usize][long as usize],
+                };
                 (kernel, [m.div_ceil(tokens), pairs, launch.splits], 128, shared)
             }
         };
@@ -319,9 +353,9 @@ struct Launch<'a> {
     splits: usize,
 }
 
-/// What weights of one launch have in common: code kind, and whether folds are multiples of 32 columns.
-fn kernel_of(weight: &Weight) -> (u32, bool) {
-    (weight.device.code, weight.device.fold.is_multiple_of(32))
+/// What weights of one launch have in common: form, code kind, and whether folds are multiples of 32 columns.
+fn kernel_of(weight: &Weight) -> (Form, u32, bool) {
+    (weight.form, weight.device.code, weight.device.fold.is_multiple_of(32))
 }
 
 /// Blocks that share the columns of a panel: as many as give every multiprocessor one, while a warp has some columns.
@@ -331,12 +365,17 @@ fn splits(panels: usize, k: usize, processors: usize) -> usize {
 }
 
 impl LinearArgs {
-    /// Moves inputs and outputs on by some rows.
-    fn skip(&mut self, rows: usize) {
+    /// Moves inputs and outputs on by some rows, an even number.
+    fn skip(&mut self, rows: usize, form: Form) {
         let (rows, stride) = (rows as u64, u64::from(self.stride));
-        self.h.0 += rows * stride * 2;
-        self.factors.0 += rows * 4;
-        self.sums.0 += rows * (stride / 16) * 4;
+        if form == Form::Int8 {
+            self.h.0 += rows * stride;
+            self.sums.0 += rows * 8;
+        } else {
+            self.h.0 += rows * stride * 2;
+            self.factors.0 += rows * 4;
+            self.sums.0 += rows * (stride / 16) * 4;
+        }
         self.to.0 += rows * u64::from(self.to_stride) * 4;
     }
 
@@ -351,7 +390,14 @@ impl LinearArgs {
     }
 
     /// Where the parts of a stage of a pipeline are: codes, activations, scales, zeros, upper level, sums.
-    fn stage<'a>(&mut self, tokens: usize, panels: usize, weights: impl Iterator<Item = &'a WeightRef>, two: bool) {
+    fn stage<'a>(
+        &mut self,
+        form: Form,
+        tokens: usize,
+        panels: usize,
+        weights: impl Iterator<Item = &'a WeightRef>,
+        two: bool,
+    ) {
         let columns = layout::STAGE_COLUMNS as usize;
         let (mut codes, mut scales, mut zeros, mut supers, mut sums) = (0, 0, 0, 0, 0);
         // Two short folds in a stage have scales of their own.
@@ -378,7 +424,11 @@ impl LinearArgs {
             zeros = zeros.max(zero);
             let min = w.zero == layout::ZERO_MIN;
             supers = supers.max(if min { 2 * level } else { level });
-            sums = sums.max(if min { tokens * columns / 16 * 4 } else { 0 });
+            sums = sums.max(match form {
+                Form::Int8 => tokens * 8 * if two { 2 } else { 1 },
+                _ if min => tokens * columns / 16 * 4,
+                _ => 0,
+            });
         }
         let mut end = 0;
         let mut part = |bytes: usize| {
@@ -388,7 +438,8 @@ impl LinearArgs {
         };
         part(codes * panels);
         // 16 columns and 16 columns, apart by half of the banks.
-        self.at_h = part(tokens * columns * 2 + if two { 64 } else { 0 });
+        let size = if form == Form::Int8 { 1 } else { 2 };
+        self.at_h = part(tokens * columns * size + if two { 64 } else { 0 });
         self.at_scales = part(scales * folds);
         self.at_zeros = part(zeros * folds);
         self.at_supers = part(supers * folds);

@@ -13,7 +13,10 @@ use super::{
     ops::{self, NormKind},
     weight::Weight,
 };
-use crate::exec::Angles;
+use crate::{
+    cpu::acts::{Forms, Mode},
+    exec::Angles,
+};
 
 /// Everything a step reads besides the cache, of the layers from `first` on.
 pub(super) struct Model {
@@ -98,6 +101,15 @@ impl Model {
         Model::tensors(file, first).map(bytes).sum()
     }
 
+    /// What inputs of the int8 form hold at most: what any matrix on the device reads.
+    pub fn held(file: &ModelFile, first: usize) -> Forms {
+        let read = |i: usize| {
+            let (view, form) = (file.view(i), form_of(file, &file.tensors()[i].name, Form::Int8));
+            (view.n > 1 && form == Form::Int8).then(|| Forms::of(view.scheme, Mode::Int8))
+        };
+        Model::tensors(file, first).filter_map(read).fold(Forms::default(), Forms::and)
+    }
+
     /// Uploads everything, in the order of the file's layers.
     pub fn upload(file: &Arc<ModelFile>, form: Form, first: usize, up: &mut Upload) -> Result<Model, CudaError> {
         let spec = file.spec();
@@ -115,6 +127,20 @@ impl Model {
     /// What logits are computed with.
     pub fn head(&self) -> &Weight {
         self.head.as_ref().or(self.embed.as_ref()).expect("a head of its own, or the embedding is there")
+    }
+
+    /// What the inputs of the linear layers hold in the int8 form: those of q, k, v, gate and up; of o; of down; of the
+    /// head.
+    pub fn forms(&self) -> [Forms; 4] {
+        let of = |weights: &mut dyn Iterator<Item = &Weight>| {
+            weights.map(|w| Forms::of(w.scheme, Mode::Int8)).fold(Forms::default(), Forms::and)
+        };
+        [
+            of(&mut self.layers.iter().flat_map(|l| l.qkv.iter().chain(&l.gate).chain([&l.up]))),
+            of(&mut self.layers.iter().map(|l| &l.o)),
+            of(&mut self.layers.iter().map(|l| &l.down)),
+            of(&mut [self.head()].into_iter()),
+        ]
     }
 
     /// The largest padded width of all linear inputs that are as wide as the residual stream, as attention's output,

@@ -21,8 +21,8 @@ const ACT_THREADS: usize = 512;
 /// Heads that a block of [`Ops::rope_append`] takes.
 const HEADS: usize = 4;
 
-/// Kernels for the same thing in the two forms of activations: [`Form::F16`], [`Form::F32`].
-type Forms = [Kernel; 2];
+/// Kernels for the same thing in the forms of activations: [`Form::F16`], [`Form::F32`], [`Form::Int8`].
+type Forms = [Kernel; 3];
 
 /// The operations, compiled for a device.
 pub struct Ops {
@@ -97,17 +97,19 @@ impl Ops {
     /// Has the driver compile them.
     pub fn new(device: &Arc<Device>) -> Result<Ops, CudaError> {
         let kernel = |name| device.kernel(&ptx::OPS, name);
-        let forms = |half, single| -> Result<Forms, CudaError> { Ok([kernel(half)?, kernel(single)?]) };
+        let forms = |[half, single, int8]: [&'static str; 3]| -> Result<Forms, CudaError> {
+            Ok([kernel(half)?, kernel(single)?, kernel(int8)?])
+        };
         Ok(Ops {
             device: device.clone(),
-            rms: forms("rms_norm_f16", "rms_norm_f32")?,
-            layer: forms("layer_norm_f16", "layer_norm_f32")?,
+            rms: forms(["rms_norm_f16", "rms_norm_f32", "rms_norm_int8"])?,
+            layer: forms(["layer_norm_f16", "layer_norm_f32", "layer_norm_int8"])?,
             rows_normed: [kernel("rms_norm_rows")?, kernel("layer_norm_rows")?],
-            rows: forms("rows_f16", "rows_f32")?,
+            rows: forms(["rows_f16", "rows_f32", "rows_int8"])?,
             acts: [
-                forms("silu_f16", "silu_f32")?,
-                forms("gelu_f16", "gelu_f32")?,
-                forms("gelu_tanh_f16", "gelu_tanh_f32")?,
+                forms(["silu_f16", "silu_f32", "silu_int8"])?,
+                forms(["gelu_f16", "gelu_f32", "gelu_int8"])?,
+                forms(["gelu_tanh_f16", "gelu_tanh_f32", "gelu_tanh_int8"])?,
             ],
             append: [kernel("rope_append_f16")?, kernel("rope_append_f32")?, kernel("rope_append_int8")?],
         })
@@ -231,6 +233,7 @@ fn form(to: &Acts) -> usize {
     match to.form {
         Form::F16 => 0,
         Form::F32 => 1,
+        Form::Int8 => 2,
     }
 }
 

@@ -19,6 +19,8 @@ ptx! {
     OPS = "ops";
     /// Linear layers in f32.
     EXACT = "exact";
+    /// Linear layers on integer tensor cores.
+    INT8 = "int8";
     /// Linear layers on tensor cores.
     LINEAR = "linear";
     /// Linear layers on tensor cores, for many tokens.

@@ -3,7 +3,7 @@
 //! Codes, scales, zeros and minima lie as in the file (P64, models/FORMAT.md). Floats depend on the form of the
 //! activations:
 //!
-//! - **f32 form**: rows as the file has them.
+//! - **f32 form**: rows as the file has them. So it is in the int8 form, in which floats and e4m3 codes read f32.
 //! - **f16 form**: f16, rounded to nearest even, whatever type the file has. Tiles like those of 8-bit codes: rows
 //!   padded to 64, columns to 64, `half p*64*Kpad + quad*256 + (row % 64)*4 + [0, 2, 1, 3][column % 4]`; padding is
 //!   zero. Values below f16's smallest normal number lose bits (at most 3e-8 of absolute error); a value beyond its
@@ -19,6 +19,7 @@ use super::{
     layout::{self, WeightRef},
     ptx,
 };
+use crate::cpu::acts::{BLOCK, Mode, SMALL_BLOCK, block};
 
 /// A weight on the device.
 pub struct Weight {
@@ -30,7 +31,7 @@ pub struct Weight {
     pub k_pad: usize,
     /// What the numbers are in the file.
     pub scheme: Scheme,
-    /// Form of the activations that it is multiplied with.
+    /// Form of the activations that it is multiplied with: in the int8 form f32 for what is no integer.
     pub form: Form,
     pub(super) device: WeightRef,
     _memory: Buffer<u8>,
@@ -51,9 +52,23 @@ impl Weight {
         }
     }
 
+    /// What a weight reads of its input in a form.
+    fn reads(scheme: Scheme, form: Form) -> Form {
+        match form {
+            Form::Int8 if block(scheme, Mode::Int8).is_none() => Form::F32,
+            _ => form,
+        }
+    }
+
+    /// Columns of a block of activations in the int8 form.
+    pub(super) fn block(&self) -> usize {
+        block(self.scheme, Mode::Int8).unwrap_or(0)
+    }
+
     /// Copies a tensor of the file to the device. Converting floats takes up to 16 MiB (or 64 rows) more meanwhile.
     pub fn upload(upload: &mut Upload, view: &TensorView, form: Form) -> Result<Weight, CudaError> {
         let device = upload.device().clone();
+        let form = Weight::reads(view.scheme, form);
         let (memory, k_pad) = match (view.scheme, form) {
             (Scheme::Order, _) => {
                 return Err(CudaError::Model {
@@ -88,7 +103,7 @@ impl Weight {
             k_pad: k_pad as u32,
             group: group as u32,
             groups: (k_pad / group) as u32,
-            fold: fold(group) as u32,
+            fold: fold(group, form) as u32,
             code,
             zero,
             scale,
@@ -118,9 +133,11 @@ fn group(scheme: Scheme) -> usize {
     scheme.coded().map_or(64, |(_, group)| group)
 }
 
-/// The largest multiple of 16 up to [`FOLD`] that divides the group.
-fn fold(group: usize) -> usize {
-    (1..=FOLD / 16).rev().map(|f| f * 16).find(|f| group.is_multiple_of(*f)).expect("a group that is a multiple of 16")
+/// The largest multiple of 16 up to [`FOLD`] that divides the group; in the int8 form, of whole blocks.
+fn fold(group: usize, form: Form) -> usize {
+    let unit = if form == Form::Int8 && group.is_multiple_of(BLOCK) { BLOCK } else { SMALL_BLOCK };
+    let fold = (1..=FOLD / unit).rev().map(|f| f * unit).find(|f| group.is_multiple_of(*f));
+    fold.expect("a group that is a multiple of 16")
 }
 
 /// Code, zero and scale kinds as kernels know them.
@@ -196,9 +213,11 @@ mod tests {
 
     #[test]
     fn folds_divide_their_groups() {
-        let folds = [16, 32, 48, 64, 80, 128, 144, 176, 256, 4096, 4800].map(|g| (g, fold(g)));
-        let want = [16, 32, 48, 64, 80, 128, 48, 16, 128, 128, 96];
-        assert_eq!(folds.map(|f| f.1), want);
-        folds.iter().for_each(|(group, fold)| assert_eq!(group % fold, 0));
+        let groups = [16, 32, 48, 64, 80, 128, 144, 160, 176, 256, 4096, 4800];
+        let (halves, ints) = (groups.map(|g| fold(g, Form::F16)), groups.map(|g| fold(g, Form::Int8)));
+        assert_eq!(halves, [16, 32, 48, 64, 80, 128, 48, 80, 16, 128, 128, 96]);
+        // Where a block has 32 columns, a fold has whole ones.
+        assert_eq!(ints, [16, 32, 48, 64, 80, 128, 48, 32, 16, 128, 128, 96]);
+        assert!(groups.iter().zip(halves).zip(ints).all(|((group, half), int)| group % half == 0 && group % int == 0));
     }
 }

@@ -139,6 +139,7 @@ impl ExecOptions {
         match self.activations {
             None => Ok((Mode::Int8, Form::F16)),
             Some(Activations::F32) => Ok((Mode::F32, Form::F32)),
+            Some(Activations::Int8) => Ok((Mode::Int8, Form::Int8)),
             Some(activations) => Err(ExecError::SplitActivations { device: self.device, activations }),
         }
     }
@@ -162,8 +163,7 @@ pub fn open(
             Ok(Box::new(CpuExecutor::new(file, CpuOptions { threads, blocks, mode, kv })?))
         }
         Place::Cuda(ordinal) => {
-            let activations = options.activations.unwrap_or(Activations::F16);
-            let form = form(activations).ok_or(ExecError::Activations { device: options.device, activations })?;
+            let form = form(options.activations.unwrap_or(Activations::F16));
             let options = CudaOptions { ordinal, blocks, form, kv, rows };
             Ok(Box::new(CudaExecutor::new(file, options, Box::new(progress))?))
         }
@@ -176,12 +176,12 @@ pub fn open(
     }
 }
 
-/// The device's form of activations, if it has it.
-fn form(activations: Activations) -> Option<Form> {
+/// A GPU's form of activations.
+fn form(activations: Activations) -> Form {
     match activations {
-        Activations::F16 => Some(Form::F16),
-        Activations::F32 => Some(Form::F32),
-        Activations::Int8 => None,
+        Activations::F16 => Form::F16,
+        Activations::F32 => Form::F32,
+        Activations::Int8 => Form::Int8,
     }
 }
 
@@ -218,7 +218,7 @@ pub fn device_memory(file: &ModelFile, options: &ExecOptions) -> Option<DeviceMe
     let spec = file.spec();
     let (ordinal, first, form) = match options.place(spec).ok()? {
         Place::Cpu => return None,
-        Place::Cuda(ordinal) => (ordinal, 0, form(options.activations.unwrap_or(Activations::F16))?),
+        Place::Cuda(ordinal) => (ordinal, 0, form(options.activations.unwrap_or(Activations::F16))),
         Place::Split { ordinal, first } => (ordinal, first, options.split().ok()?.1),
     };
     let ExecOptions { blocks, kv, rows, .. } = *options;

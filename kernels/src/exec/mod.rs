@@ -147,7 +147,7 @@ pub enum ExecError {
     /// Activations that the device does not have.
     #[error("{device} has no {} activations: expected {}", activations.name(), match device {
         Device::Cpu => "int8 or f32",
-        Device::Cuda(_) => "f16 or f32",
+        Device::Cuda(_) => "f16, int8 or f32",
     })]
     Activations {
         /// The device.

@@ -23,7 +23,7 @@ use quern_kernels::{
 use crate::common::{Random, Row, acts, bound, device, read_acts, up};
 
 const KINDS: [KvType; 3] = [KvType::F16, KvType::F32, KvType::Int8];
-const FORMS: [Form; 2] = [Form::F16, Form::F32];
+const FORMS: [Form; 3] = [Form::F16, Form::F32, Form::Int8];
 
 /// One sequence in layer 1 of a pool whose blocks are scattered; every other token of the pool is NaN.
 struct Case {
@@ -125,7 +125,7 @@ impl Case {
         let q = &self.qkv[pos0 * self.stride()..];
         let of = OracleChunk { q, stride: self.stride(), rows, pos0, table: &self.table };
         let bound = match form {
-            Form::F16 => bound::ATTEND_F16,
+            Form::F16 | Form::Int8 => bound::ATTEND_F16,
             Form::F32 => bound::ATTEND_F32,
         };
         for (i, (want, got)) in oracle::attention(&self.cpu, &params, &of, row).iter().zip(&got.values).enumerate() {

@@ -2,9 +2,12 @@
 
 use std::sync::Arc;
 
-use quern_kernels::cuda::{
-    Buffer, Device, Pod,
-    acts::{Acts, Form},
+use quern_kernels::{
+    cuda::{
+        Buffer, Device, Pod,
+        acts::{Acts, Form, Int8},
+    },
+    reference,
 };
 
 /// Largest error of each operation, relative to what its test says.
@@ -21,6 +24,8 @@ pub mod bound {
     pub const HALF_ROW: f64 = 1.0 / (1u64 << 33) as f64;
     /// Linear layers on tensor cores, of the sum of the terms' sizes.
     pub const LINEAR_F16: f64 = 1e-6;
+    /// Linear layers on integer tensor cores, of the same: sums of blocks are exact.
+    pub const LINEAR_INT8: f64 = 5e-7;
     /// Linear layers in f32, of the same.
     pub const LINEAR_F32: f64 = 1e-6;
     /// Rope, absolute, for heads within +-3.
@@ -96,13 +101,19 @@ pub struct Row {
     pub values: Vec<f64>,
 }
 
-/// The first `m` rows; checks what the form promises: factor, sums, zeros from `columns` on.
+/// The first `m` rows; checks what the form promises: factor, sums, zeros from `columns` on. Of the int8 form, which
+/// the tests have with everything that a weight may read, the rows are those of f32, and codes, scales and sums must be
+/// bit for bit what the definition makes of them.
 pub fn read_acts(acts: &Acts, m: usize, columns: usize) -> Vec<Row> {
     let stride = acts.stride;
     let mut rows = vec![];
-    if acts.form == Form::F32 {
+    if acts.form != Form::F16 {
         let mut x = vec![0.0; m * stride];
         acts.x.read(0, &mut x).expect("read");
+        if acts.form == Form::Int8 {
+            quantized(&acts.int8, 32, &x, stride);
+            quantized(&acts.int8_small, 16, &x, stride);
+        }
         for x in x.chunks(stride) {
             assert!(x[columns..].iter().all(|&x| x == 0.0), "padding");
             let (stored, values) = (bits(x), x.iter().map(|&x| x as f64).collect());
@@ -134,6 +145,29 @@ pub fn read_acts(acts: &Acts, m: usize, columns: usize) -> Vec<Row> {
         rows.push(Row { stored, factor, values: plain.iter().map(|h| h * factor as f64).collect() });
     }
     rows
+}
+
+/// Looks whether codes, scales and sums are those of rows `x`, `[m][stride]`.
+fn quantized(got: &Int8, block: usize, x: &[f32], stride: usize) {
+    let m = x.len() / stride;
+    let mut q = vec![0i8; m * stride];
+    got.q.read(0, &mut q).expect("read");
+    let (blocks, all) = (stride / block, got.levels.len() / (stride / block) / 2);
+    let levels: Vec<f32> = (0..blocks).flat_map(|b| {
+        let mut row = vec![0.0; 2 * m];
+        got.levels.read(b * all * 2, &mut row).expect("read");
+        row
+    }).collect();
+    for (r, (x, q)) in x.chunks(stride).zip(q.chunks(stride)).enumerate() {
+        let want = reference::linear::quantize(x, block);
+        assert_eq!(q, want.q, "codes of row {r} in blocks of {block}");
+        for b in 0..blocks {
+            let [scale, sum] = [levels[(b * m + r) * 2], levels[(b * m + r) * 2 + 1]];
+            let same = scale.to_bits() == want.scales[b].to_bits() || (scale.is_nan() && want.scales[b].is_nan());
+            assert!(same, "scale {scale} of row {r} block {b} of {block}, expected {}", want.scales[b]);
+            assert_eq!(sum, want.sums[b] as f32, "sum of row {r} block {b} of {block}");
+        }
+    }
 }
 
 /// Every value of a row within `bound(want)` of what is wanted, and within what the form loses.

@@ -14,9 +14,9 @@ use super::common::{Random, bits, bound, device, up};
 use super::pack::{Packed, Rng};
 
 /// Rows that are computed at most.
-const ROWS: usize = 70;
+pub const ROWS: usize = 70;
 
-fn schemes() -> Vec<Scheme> {
+pub fn schemes() -> Vec<Scheme> {
     let int = |bits, group, zero, scale| Scheme::Int { bits, group, zero, scale };
     let (f32, f16, bf16) = (FloatType::F32, FloatType::F16, FloatType::BF16);
     let mut all = vec![];
@@ -37,9 +37,9 @@ fn schemes() -> Vec<Scheme> {
 }
 
 /// Outputs and columns: partial panels and groups, slices without columns, splits.
-const SHAPES: [(usize, usize); 5] = [(1, 1), (7, 33), (65, 200), (130, 320), (16, 1100)];
+pub const SHAPES: [(usize, usize); 5] = [(1, 1), (7, 33), (65, 200), (130, 320), (16, 1100)];
 
-fn weight(device: &Arc<Device>, view: &TensorView, form: Form) -> Weight {
+pub fn weight(device: &Arc<Device>, view: &TensorView, form: Form) -> Weight {
     let mut upload = Upload::new(device, Box::new(|_| {})).expect("an upload");
     Weight::upload(&mut upload, view, form).expect("a weight")
 }
@@ -132,7 +132,7 @@ fn cut(device: &Arc<Device>, acts: &Acts, from: usize, m: usize) -> Acts {
     part
 }
 
-fn run(device: &Arc<Device>, linear: &mut Linear, weights: &[&Weight], acts: &Acts, m: usize) -> Vec<f32> {
+pub fn run(device: &Arc<Device>, linear: &mut Linear, weights: &[&Weight], acts: &Acts, m: usize) -> Vec<f32> {
     let columns: usize = weights.iter().map(|w| w.n).sum();
     let mut to = up(device, &vec![f32::NAN; m * columns]);
     linear.reserve(weights, m).expect("room");

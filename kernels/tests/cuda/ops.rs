@@ -15,7 +15,7 @@ use quern_models::spec::Act;
 
 use crate::common::{Random, acts, bits, bound, close, device, read_acts, up};
 
-const FORMS: [Form; 2] = [Form::F16, Form::F32];
+const FORMS: [Form; 3] = [Form::F16, Form::F32, Form::Int8];
 const COLUMNS: [usize; 9] = [1, 7, 8, 63, 64, 100, 576, 1001, 2052];
 
 #[test]
