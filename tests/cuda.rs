@@ -8,6 +8,7 @@ use serde_json::json;
 
 use crate::{
     lossless::lossless,
+    parity,
     serve::server::{self, Server},
     support::{
         Scratch, fixture,
@@ -50,7 +51,9 @@ fn compare(name: &str, dir: &Path) {
     let want = &logits.data[..prompt.len() * logits.cols];
     let range = logits.range();
     let exact_bound = golden.exact_bound(range);
-    for (run, bound) in [(Run::GpuExact, exact_bound), (Run::GpuDefault, DEFAULT_SHARE * range)] {
+    let int8_bound = parity::DEFAULT_SHARE * range;
+    let runs = [(Run::GpuExact, exact_bound), (Run::GpuDefault, DEFAULT_SHARE * range), (Run::GpuInt8, int8_bound)];
+    for (run, bound) in runs {
         let at_once = model::logits(&file, run, prompt);
         let far = distance(&at_once, want);
         println!("{name} {run:?}: {:.2e} of the range {range:.2}, bound {:.2e}", far / range, bound / range);
@@ -79,6 +82,7 @@ fn texts_do_not_depend_on_company_on_the_gpu() {
     let gpu = quern_vgpu::load();
     gpu.set("check", "fatal");
     lossless("models/llama-gptq-w4-g64-asym", Run::GpuDefault, 4);
+    lossless("models/llama-gptq-w4-g64-asym", Run::GpuInt8, 2);
     assert_eq!(gpu.reports(), Vec::<String>::new());
 }
 
@@ -92,6 +96,13 @@ fn the_program_answers_on_the_gpu() {
     let gpu: Vec<&str> = args.iter().copied().chain(["--device", "cuda"]).collect();
     let answer = quern_on_gpu(&gpu, &[]).ok().json();
     assert_eq!(answer["tokens"].as_array().unwrap().len(), 6);
+    // The other modes, as asked for; int8 is no reason to stay on the CPU.
+    for (mode, device) in [("f32", "cuda"), ("int8", "cuda:0"), ("int8", "auto")] {
+        let asked = ["--device", device, "--activations", mode];
+        let other = quern_on_gpu(&args.iter().copied().chain(asked).collect::<Vec<_>>(), &[]).ok();
+        assert_eq!(other.json()["tokens"].as_array().unwrap().len(), 6, "{mode} on {device}");
+        assert!(!other.err.contains("device: cpu"), "{}", other.err);
+    }
     let listed = quern_on_gpu(&["info", "--devices"], &[]).ok();
     listed.prints(&["cuda:0", "compute capability"]);
     // What goes wrong is one line and a status.

@@ -102,6 +102,8 @@ fn the_program_takes_layers_for_the_gpu() {
         let answer = quern_on_gpu(&told(flags), &[]).ok();
         answer.says(&["last 1 layer: f16 activations, ", " KV, cuda:0 ", "; first 1 layer: int8 activations, "]);
     }
+    let int8 = quern_on_gpu(&told(&["-ngl", "1", "--activations", "int8"]), &[]).ok();
+    int8.says(&["last 1 layer: int8 activations, f16 KV, cuda:0 ", "; first 1 layer: int8 activations, "]);
     let none = quern_on_gpu(&told(&["-ngl", "0", "--device", "cuda"]), &[]).ok().says(&["int8 activations, f16 KV, "]);
     assert!(!none.err.contains("cuda"), "{}", none.err);
     // What cannot be meant.
@@ -118,8 +120,8 @@ fn the_program_takes_layers_for_the_gpu() {
     let fails = |flags: &[&'static str], env: &[(&str, &str)], what: &[&str]| {
         drop(quern_on_gpu(&with(flags), env).fails(what));
     };
-    let common = "has no int8 activations: expected f32, or nothing (f16 on the GPU, int8 on the CPU)";
-    fails(&["-ngl", "1", "--activations", "int8"], &[], &["cuda:0 with the first layers on the CPU", common]);
+    let common = "has no f16 activations: expected int8, f32 or nothing (f16 on the GPU, int8 on the CPU)";
+    fails(&["-ngl", "1", "--activations", "f16"], &[], &["cuda:0 with the first layers on the CPU", common]);
     fails(&["-ngl", "1"], &[("VGPU_CC", "7.5")], &["compute capability 7.5, the kernels need 8.0"]);
     fails(&["-ngl", "1"], &[("VGPU_FAIL", "cuGraphLaunch:2:719")], &["start it again"]);
     if !std::path::Path::new("/dev/nvidiactl").exists() {

@@ -16,7 +16,7 @@ use crate::support::{
 };
 
 /// Largest deviation of default mode, as a share of the logit range.
-const DEFAULT_SHARE: f32 = 0.05;
+pub const DEFAULT_SHARE: f32 = 0.05;
 
 #[test]
 fn llama() {

@@ -38,13 +38,40 @@ DEVICE u32 permute(u32 a, u32 b, u32 selector) {
     return r;
 }
 
-// Registers of the two rows of a fragment and one quad, out of the quad's words (one of 4 bits, two of 8). 4 bits: the
-// code less its zero. 8 bits: the code less 128; what is left of the zero is subtracted from the sums.
+// Zeros of the lane's rows: byte i of a word is fragment i's, of the row g (0) and of g + 8 (1). 4 bits: 128 less the
+// zero code; 8 bits: the zero code.
 template <int CODE>
-DEVICE void integers(u32& low, u32& high, const u32 (&w)[2], const u32 (&zero)[2]) {
+DEVICE void same_integer_zeros(u32 (&zeros)[2], const WeightRef& w) {
+    const u32 z = w.zero == ZERO_MIN ? 0 : CODE == CODE_INT4 ? 8 : 128;
+    zeros[0] = zeros[1] = (CODE == CODE_INT4 ? 128 - z : z) * 0x01010101u;
+}
+
+// Those of N fragments from `from` on, out of zero codes.
+template <int CODE, int N>
+DEVICE void load_integer_zeros(u32 (&zeros)[2], const LinearArgs& a, const u8* stage, int slot, int g, int from) {
     if (CODE == CODE_INT4) {
-        low = ((w[0] & 0x0f0f0f0fu) + zero[0]) ^ 0x80808080u;
-        high = ((w[0] >> 4 & 0x0f0f0f0fu) + zero[1]) ^ 0x80808080u;
+        const u32 word = *(const u32*)(stage + a.at_zeros + slot * 32 + g * 4) >> (8 * from);
+        zeros[0] = 0x80808080u - (word & 0x0f0f0f0fu), zeros[1] = 0x80808080u - (word >> 4 & 0x0f0f0f0fu);
+    } else {
+        const u32* words = (const u32*)(stage + a.at_zeros + slot * 64 + from * 16 + g * 4);
+        const u32 low = words[0], high = N > 2 ? words[8] : 0;
+        zeros[0] = permute<0x6420>(low, high), zeros[1] = permute<0x7531>(low, high);
+    }
+}
+
+// Byte I of a word in all bytes.
+template <int I>
+DEVICE u32 all_bytes(u32 word) {
+    return permute<I * 0x1111>(word, 0);
+}
+
+// Registers of the two rows of fragment I and one quad, out of the quad's words (one of 4 bits, two of 8). 4 bits: the
+// code less its zero. 8 bits: the code less 128; what is left of the zero is subtracted from the sums.
+template <int CODE, int I>
+DEVICE void integers(u32& low, u32& high, const u32 (&w)[2], const u32 (&zeros)[2]) {
+    if (CODE == CODE_INT4) {
+        low = ((w[0] & 0x0f0f0f0fu) + all_bytes<I>(zeros[0])) ^ 0x80808080u;
+        high = ((w[0] >> 4 & 0x0f0f0f0fu) + all_bytes<I>(zeros[1])) ^ 0x80808080u;
     } else {
         low = w[0] ^ 0x80808080u;
         high = w[1] ^ 0x80808080u;
@@ -71,7 +98,7 @@ DEVICE void twice_e2m1(u32& low, u32& high, u32 w) {
 
 // Fragments of QUADS quads out of their words, `words[quad][fragment]`.
 template <int CODE, int N, int QUADS>
-DEVICE void fragments(u32 (&f)[N][4], const u32 (&words)[QUADS][N][2], const u32 (&zero)[N][2], bool mini) {
+DEVICE void fragments(u32 (&f)[N][4], const u32 (&words)[QUADS][N][2], const u32 (&zeros)[2], bool mini) {
 #pragma unroll
     for (int i = 0; i < N; i++) f[i][2] = f[i][3] = 0;
     if (CODE == CODE_INT4 && mini) {
@@ -79,36 +106,35 @@ DEVICE void fragments(u32 (&f)[N][4], const u32 (&words)[QUADS][N][2], const u32
         for (int k = 0; k < QUADS; k++)
 #pragma unroll
             for (int i = 0; i < N; i++) twice_e2m1(f[i][2 * k], f[i][2 * k + 1], words[k][i][0]);
-    } else {
-#pragma unroll
-        for (int k = 0; k < QUADS; k++)
-#pragma unroll
-            for (int i = 0; i < N; i++) integers<CODE>(f[i][2 * k], f[i][2 * k + 1], words[k][i], zero[i]);
+        return;
     }
-}
-
-// What `integers` adds to codes of a row with zero code z, or what is left of it for the sums (f32 as bits).
-template <int CODE>
-DEVICE u32 integer_zero(u32 z) {
-    return CODE == CODE_INT4 ? (0x80u - z) * 0x01010101u : __float_as_uint(128.0f - (float)z);
+    each<N>([&](auto i) {
+        const int I = decltype(i)::VALUE;
+#pragma unroll
+        for (int k = 0; k < QUADS; k++) integers<CODE, I>(f[I][2 * k], f[I][2 * k + 1], words[k][I], zeros);
+    });
 }
 
 // Adds a block: part += scale * (sum + rest * sum of activations) for two rows and two tokens, of which `levels` has
-// scale, sum, scale, sum. `SHIFTED`: whether there is a rest.
-template <bool FIRST, bool SHIFTED>
-DEVICE void add_block(float (&part)[4], const int (&d)[4], const float4& levels, const u32 (&rest)[2]) {
+// scale, sum, scale, sum; `SHIFTED`: whether there is a rest, which is 128 less the zero code of 8 bits.
+template <bool FIRST, bool SHIFTED, int I>
+DEVICE void add_block(float (&part)[4], const int (&d)[4], const uint4& levels, const u32 (&zeros)[2]) {
 #pragma unroll
     for (int e = 0; e < 4; e++) {
         float t = __fsub_rn(__int_as_float(d[e]), SUM_START_F);
-        const float scale = e % 2 ? levels.z : levels.x;
-        if (SHIFTED) t = __fmaf_rn(__uint_as_float(rest[e / 2]), e % 2 ? levels.w : levels.y, t);
+        const float scale = __uint_as_float(e % 2 ? levels.z : levels.x);
+        const float sum = __uint_as_float(e % 2 ? levels.w : levels.y);
+        if (SHIFTED) {
+            // 2^23 + z as f32, and 2^23 + 128 less that.
+            const float z = __uint_as_float(permute<0x7440 + I>(zeros[e / 2], 0x4b000000u));
+            t = __fmaf_rn(__fsub_rn(8388736.0f, z), sum, t);
+        }
         part[e] = FIRST ? __fmul_rn(t, scale) : __fmaf_rn(t, scale, part[e]);
     }
 }
 
-// Sums of activations of a fold, for minima: of the lane's two tokens.
+// Adds a block's scale times sum of activations to that of its fold, for minima.
 template <bool FIRST>
-DEVICE void add_sums(float (&sum)[2], const float4& levels) {
-    sum[0] = FIRST ? __fmul_rn(levels.x, levels.y) : __fmaf_rn(levels.x, levels.y, sum[0]);
-    sum[1] = FIRST ? __fmul_rn(levels.z, levels.w) : __fmaf_rn(levels.z, levels.w, sum[1]);
+DEVICE void add_sum(float& to, float scale, float sum) {
+    to = FIRST ? __fmul_rn(scale, sum) : __fmaf_rn(scale, sum, to);
 }

@@ -44,5 +44,6 @@ KERNEL(256) reduce(const LinearArgs a) {
     const float* from = (const float*)a.partial + (size_t)token * a.columns + column;
     float y = from[0];
     for (u32 s = 1; s < a.splits; s++) y += from[(size_t)s * a.m * a.columns];
-    put(a, token, column, y);
+    if (a.factors) put<false>(a, token, column, y);
+    else put<true>(a, token, column, y);
 }

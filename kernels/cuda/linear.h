@@ -223,38 +223,43 @@ DEVICE void levels_of(float (&out)[N][2], const LinearArgs& a, const WeightRef& 
     }
 }
 
-// What those rows subtract, out of zero codes: `word(code, half)` of each.
-template <int CODE, int N, class Word>
-DEVICE void load_zeros(u32 (&zero)[N][2], const LinearArgs& a, const u8* stage, int slot, int g, int from, Word of) {
+// What those rows subtract, out of zero codes.
+template <int CODE, int N>
+DEVICE void load_zeros(u32 (&zero)[N][2], const LinearArgs& a, const u8* stage, int slot, int g, int from) {
     if (CODE == CODE_INT4) {
         const u32 word = *(const u32*)(stage + a.at_zeros + slot * 32 + g * 4) >> (8 * from);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            zero[i][0] = of(word >> (8 * i) & 15, 0);
-            zero[i][1] = of(word >> (8 * i + 4) & 15, 1);
+            zero[i][0] = zero_word<CODE>(word >> (8 * i) & 15, 0);
+            zero[i][1] = zero_word<CODE>(word >> (8 * i + 4) & 15, 1);
         }
     } else {
 #pragma unroll
         for (int i = 0; i < N; i++) {
             const u32 word = *(const u32*)(stage + a.at_zeros + slot * 64 + (i / 2 * 2 + from) * 16 + g * 4);
-            zero[i][0] = of(word >> (16 * (i % 2)) & 255, 0);
-            zero[i][1] = of(word >> (16 * (i % 2) + 8) & 255, 1);
+            zero[i][0] = zero_word<CODE>(word >> (16 * (i % 2)) & 255, 0);
+            zero[i][1] = zero_word<CODE>(word >> (16 * (i % 2) + 8) & 255, 1);
         }
     }
 }
 
 // The same where zero is one code for all, or there are minima.
-template <int CODE, int N, class Word>
-DEVICE void same_zeros(u32 (&zero)[N][2], const WeightRef& w, Word of) {
+template <int CODE, int N>
+DEVICE void same_zeros(u32 (&zero)[N][2], const WeightRef& w) {
     const u32 z = w.zero == ZERO_MIN ? 0 : CODE == CODE_INT4 ? 8 : 128;
 #pragma unroll
-    for (int i = 0; i < N; i++) zero[i][0] = of(z, 0), zero[i][1] = of(z, 1);
+    for (int i = 0; i < N; i++) zero[i][0] = zero_word<CODE>(z, 0), zero[i][1] = zero_word<CODE>(z, 1);
 }
 
 // The output of a row and a token once all columns are in.
-DEVICE void put(const LinearArgs& a, u32 token, u32 column, float y) {
-    if (a.factors) y *= ((const float*)a.factors)[token];
+DEVICE void put_plain(const LinearArgs& a, u32 token, u32 column, float y) {
     if (a.bias) y += ((const float*)a.bias)[a.offset + column];
     float* to = (float*)a.to + (size_t)token * a.to_stride + a.offset + column;
     *to = a.add ? *to + y : y;
+}
+
+// The same, times the power of two of the token's activations; `INT` has none.
+template <bool INT>
+DEVICE void put(const LinearArgs& a, u32 token, u32 column, float y) {
+    put_plain(a, token, column, INT ? y : y * ((const float*)a.factors)[token]);
 }

@@ -45,12 +45,12 @@ struct NarrowCopies {
         for (int i = 0; i < ROWS; i++) {
             const u32 row = token + i * 16 + lane / 2;
             h[i] = (const u8*)a.h + (size_t)row * a.stride + slice.start + lane % 2 * 16;
-            there[i] = fixed(row < a.m && lane < TOKENS * 2 ? 16 : 0);
+            there[i] = row < a.m && lane < TOKENS * 2 ? 16 : 0;
         }
         h_to = fixed(a.at_h + (PAIR ? lane * 16 : lane % 2 * (TOKENS * 16 + 64) + lane / 2 * 16));
         const u32 part = lane / (TOKENS / 2), row = token + lane % (TOKENS / 2) * 2;
         levels = (const u8*)a.sums + ((size_t)(slice.start / (PAIR ? 32 : 16) + part) * a.rows + row) * 8;
-        levels_there = fixed(row < a.m ? min(a.m - row, 2u) * 8 : 0);
+        levels_there = row < a.m ? min(a.m - row, 2u) * 8 : 0;
     }
 
     METHOD void next_integers(const LinearArgs& a, u32 to, int lane, u32 quads) {
@@ -118,7 +118,7 @@ struct Narrow {
     static const int N8 = TOKENS / 8, STAGES = stages_of(CODE, TOKENS, PAIR), UNIT = PAIR ? 32 : 16;
     static const int QUAD = Quad<CODE>::PIECES * 16;
     float total[4][N8][4], part[4][N8][4], sum[N8][2];
-    u32 zero[4][2];
+    u32 zero[4][2], zeros[2];  // of floats, of integers
     NarrowCopies<CODE, TOKENS, PAIR, INT> copies;
     u8* stages;
     u32 base;                    // their address
@@ -126,8 +126,6 @@ struct Narrow {
     u32 codes_from, h_from;      // where the lane reads in a stage
     int half, lane, g, t;
     bool mini;  // codes are e2m1 (of the integer kernels; the others have kernels of their own)
-
-    static METHOD u32 zero_of(u32 z, int half) { return INT ? integer_zero<CODE>(z) : zero_word<CODE>(z, half); }
 
     // One more stage under way, if there are any more.
     METHOD void copy(const LinearArgs& a, const WeightRef& w) {
@@ -149,8 +147,10 @@ struct Narrow {
         }
         const u8* stage = stages + used;
         const u32 codes_at = base + used + codes_from, h_at = base + used + h_from;
-        if (FIRST && CODE <= CODE_INT8 && w.zero == ZERO_CODE) 
-            load_zeros<CODE, 4>(zero, a, stage, PAIR ? 0 : half, g, 0, zero_of);
+        if (FIRST && CODE <= CODE_INT8 && w.zero == ZERO_CODE) {
+            if (INT) load_integer_zeros<CODE, 4>(zeros, a, stage, PAIR ? 0 : half, g, 0);
+            else load_zeros<CODE, 4>(zero, a, stage, PAIR ? 0 : half, g, 0);
+        }
         if constexpr (INT) integers<FIRST>(w, codes_at, h_at, base + used + a.at_sums);
         else floats<FIRST>(a, w, stage, codes_at, h_at);
     }
@@ -202,48 +202,60 @@ struct Narrow {
         }
     }
 
-    // The same in integers: one block.
+    // The same in integers: one block. Of 8 bits two fragments at a time, for want of registers.
     template <bool FIRST>
     METHOD void integers(const WeightRef& w, u32 codes_at, u32 h_at, u32 levels_at) {
+        levels_at += t * 16 + (PAIR ? 0 : half * TOKENS * 8);
+        if (!PAIR) codes_at += half * 4 * QUAD, h_at += half * (TOKENS * 16 + 64);
+        if (CODE == CODE_INT4) {
+            some<FIRST, false, 0, 4>(codes_at, h_at, levels_at);
+        } else if (w.zero == ZERO_MID) {
+            some<FIRST, false, 0, 2>(codes_at, h_at, levels_at);
+            some<FIRST, false, 2, 2>(codes_at, h_at, levels_at);
+        } else {
+            some<FIRST, true, 0, 2>(codes_at, h_at, levels_at);
+            some<FIRST, true, 2, 2>(codes_at, h_at, levels_at);
+        }
+        if (w.zero == ZERO_MIN) {
+            each<N8>([&](auto j) {
+                const int J = decltype(j)::VALUE;
+                const uint4 two = shared_16<J * 64>(levels_at);
+                add_sum<FIRST>(sum[J][0], __uint_as_float(two.x), __uint_as_float(two.y));
+                add_sum<FIRST>(sum[J][1], __uint_as_float(two.z), __uint_as_float(two.w));
+            });
+        }
+    }
+
+    // N fragments of the block from FROM on; `SHIFTED`: whether zeros are not 128.
+    template <bool FIRST, bool SHIFTED, int FROM, int N>
+    METHOD void some(u32 codes_at, u32 h_at, u32 levels_at) {
         const int QUADS = UNIT / 16;
-        u32 words[QUADS][4][2], f[4][4];
+        u32 words[QUADS][N][2], f[N][4];
         each<QUADS>([&](auto k_) {
             const int k = decltype(k_)::VALUE;
-            uint4 piece[Quad<CODE>::LANE];
-            each<Quad<CODE>::LANE>([&](auto i) {
-                const int I = decltype(i)::VALUE;
-                piece[I] = shared_16<k * QUAD + I * 128>(codes_at + (PAIR ? 0 : half * 4 * QUAD));
-            });
+            // Of 8 bits a piece has two words of two fragments.
+            const uint4 piece = shared_16<k * QUAD + FROM * 64>(codes_at);
+            const u32* word = (const u32*)&piece;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 some[4];
-                words_of<CODE>(some, piece, i);
-                words[k][i][0] = some[0];
-                if (Quad<CODE>::LANE == 2) words[k][i][1] = some[1];
+            for (int i = 0; i < N; i++) {
+                words[k][i][0] = word[CODE == CODE_INT4 ? i : 2 * i];
+                if (CODE == CODE_INT8) words[k][i][1] = word[2 * i + 1];
             }
         });
-        fragments<CODE>(f, words, zero, mini);
-        const u32 from = levels_at + t * 16 + (PAIR ? 0 : half * TOKENS * 8);
-        const bool minima = w.zero == ZERO_MIN;
-        const auto tokens = [&](auto shifted) {
-            each<N8>([&](auto j_) {
-                const int j = decltype(j_)::VALUE;
-                uint2 b;
-                if (PAIR) b = shared_8<j * 256>(h_at);
-                else b.x = b.y = shared_4<j * 128>(h_at + half * (TOKENS * 16 + 64));
-                const uint4 bits = shared_16<j * 64>(from);
-                const float4 levels = *(const float4*)&bits;
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    int d[4];
-                    mma_block<PAIR>(d, f[i], b.x, b.y);
-                    add_block<FIRST, decltype(shifted)::VALUE>(part[i][j], d, levels, zero[i]);
-                }
-                if (minima) add_sums<FIRST>(sum[j], levels);
+        fragments<CODE>(f, words, zeros, mini);
+        each<N8>([&](auto j_) {
+            const int j = decltype(j_)::VALUE;
+            uint2 b;
+            if (PAIR) b = shared_8<j * 256>(h_at);
+            else b.x = b.y = shared_4<j * 128>(h_at);
+            const uint4 two = shared_16<j * 64>(levels_at);
+            each<N>([&](auto i) {
+                const int I = decltype(i)::VALUE;
+                int d[4];
+                mma_block<PAIR>(d, f[I], b.x, b.y);
+                add_block<FIRST, SHIFTED, FROM + I>(part[FROM + I][j], d, two, zeros);
             });
-        };
-        if (CODE == CODE_INT8 && w.zero != ZERO_MID) tokens(Constant<1>());
-        else tokens(Constant<0>());
+        });
     }
 
     // To the next stage, if this one is used up.
@@ -294,7 +306,7 @@ struct Narrow {
         base = fixed(shared_address(stages));
         codes_from = fixed((PAIR ? 2 * t : t) * QUAD + (g ^ exchange<PAIR>(PAIR ? 2 * t : t)) * 16);
         h_from = fixed(a.at_h + (PAIR ? g * 64 + t * 16 : g * 32 + t * 8) / (INT ? 2 : 1));
-        mini = fixed(w.code == CODE_E2M1);
+        mini = INT && w.code == CODE_E2M1;
         copies.init(a, w, panel, token, slice, lane);
 #pragma unroll
         for (int s = 0; s < STAGES - 1; s++) copy(a, w);
@@ -304,7 +316,8 @@ struct Narrow {
             for (int j = 0; j < N8; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) total[i][j][e] = 0.0f;
-        same_zeros<CODE, 4>(zero, w, zero_of);
+        same_zeros<CODE, 4>(zero, w);
+        same_integer_zeros<CODE>(zeros, w);
 
         for (u32 column = slice.start; column < slice.end; column += w.fold) {
             unit<true>(a, w);
@@ -350,7 +363,7 @@ struct Narrow {
 #pragma unroll
             for (int s = 0; s < SLICES; s++) y += sums[(s * TOKENS + at / 64) * SUMS_PITCH + at % 64];
             if (token_of < a.m && row < w.n) {
-                if (a.splits == 1) put(a, token_of, first + row, y);
+                if (a.splits == 1) put<INT>(a, token_of, first + row, y);
                 else ((float*)a.partial)[((size_t)blockIdx.z * a.m + token_of) * a.columns + first + row] = y;
             }
         }

@@ -133,27 +133,25 @@ DEVICE void read_words(u32 (&words)[2][4], u32 codes, int side) {
 template <int CODE, bool PAIR, bool INT>
 struct Wide {
     static const int UNIT = PAIR ? 32 : 16, K = UNIT / 16, QUAD = Quad<CODE>::PIECES * 16;
-    float total[2][N8][4], part[2][N8][4], sum[N8][2];
-    u32 zero[2][2];
+    float total[2][N8][4], part[2][N8][4];
+    u32 zero[2][2], zeros[2];  // of floats, of integers
     WideCopies<CODE, PAIR, INT> copies;
     float4* kept;  // [16][THREADS], the thread's
-    float* sums;   // [TOKENS], of the activations of a fold (in integers: `sum`)
+    float* sums;   // [TOKENS], of the activations of a fold
     u8* stages;
     u32 base;                // their address
-    u32 filled, used;        // where stages begin, from there
+    u32 filled, used, ring;  // where stages begin, from there, and where all end
     u32 codes_from, h_from;  // where the lane reads in a stage
     int half, g, t, side, mine;
     u32 adds;   // whether the thread adds sums of activations
     bool mini;  // codes are e2m1 (of the integer kernels; the others have kernels of their own)
-
-    static METHOD u32 zero_of(u32 z, int half) { return INT ? integer_zero<CODE>(z) : zero_word<CODE>(z, half); }
 
     // One more stage under way, if there are any more.
     METHOD void copy(const LinearArgs& a, const WeightRef& w) {
         if (copies.at.column < copies.end) {
             copies.next(a, w, stages + filled, base + filled);
             filled += a.stage;
-            if (filled == STAGES * a.stage) filled = 0;
+            if (filled == ring) filled = 0;
         }
         copy_commit();
     }
@@ -167,10 +165,12 @@ struct Wide {
             copy(a, w);
         }
         const u8* stage = stages + used;
-        if (FIRST && CODE <= CODE_INT8 && w.zero == ZERO_CODE)
-            load_zeros<CODE, 2>(zero, a, stage, PAIR ? mine : mine * 2 + half, g, 2 * side, zero_of);
+        if (FIRST && CODE <= CODE_INT8 && w.zero == ZERO_CODE) {
+            if (INT) load_integer_zeros<CODE, 2>(zeros, a, stage, PAIR ? mine : mine * 2 + half, g, 2 * side);
+            else load_zeros<CODE, 2>(zero, a, stage, PAIR ? mine : mine * 2 + half, g, 2 * side);
+        }
         const u32 codes_at = base + used + codes_from, h_at = base + used + h_from;
-        if constexpr (INT) integers<FIRST>(w, codes_at, h_at, base + used + a.at_sums);
+        if constexpr (INT) integers<FIRST>(w, codes_at, h_at, base + used + a.at_sums, stage + a.at_sums);
         else floats<FIRST>(w, stage, codes_at, h_at, a.at_sums);
     }
 
@@ -217,7 +217,7 @@ struct Wide {
 
     // The same in integers: one block.
     template <bool FIRST>
-    METHOD void integers(const WeightRef& w, u32 codes_at, u32 h_at, u32 levels_at) {
+    METHOD void integers(const WeightRef& w, u32 codes_at, u32 h_at, u32 levels_at, const u8* levels) {
         u32 words[K][2][2], f[2][4];
         each<K>([&](auto k) {
             const int I = decltype(k)::VALUE;
@@ -229,28 +229,30 @@ struct Wide {
                 if (Quad<CODE>::LANE == 2) words[I][i][1] = some[i][1];
             }
         });
-        fragments<CODE>(f, words, zero, mini);
+        fragments<CODE>(f, words, zeros, mini);
         const u32 from = levels_at + t * 16 + (PAIR ? 0 : half * TOKENS * 8);
-        const bool minima = w.zero == ZERO_MIN;
         const auto tokens = [&](auto shifted) {
             each<N8>([&](auto j_) {
                 const int j = decltype(j_)::VALUE;
                 uint2 b;
                 if (PAIR) b = shared_8<j * 256>(h_at);
                 else b.x = b.y = shared_4<j * 128>(h_at + half * (TOKENS * 16 + 64));
-                const uint4 bits = shared_16<j * 64>(from);
-                const float4 levels = *(const float4*)&bits;
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
+                const uint4 two = shared_16<j * 64>(from);
+                each<2>([&](auto i) {
+                    const int I = decltype(i)::VALUE;
                     int d[4];
-                    mma_block<PAIR>(d, f[i], b.x, b.y);
-                    add_block<FIRST, decltype(shifted)::VALUE>(part[i][j], d, levels, zero[i]);
-                }
-                if (minima) add_sums<FIRST>(sum[j], levels);
+                    mma_block<PAIR>(d, f[I], b.x, b.y);
+                    add_block<FIRST, decltype(shifted)::VALUE, I>(part[I][j], d, two, zeros);
+                });
             });
         };
         if (CODE == CODE_INT8 && w.zero != ZERO_MID) tokens(Constant<1>());
         else tokens(Constant<0>());
+        if (!PAIR && w.zero == ZERO_MIN) __syncthreads();
+        if (adds) {
+            const float2 level = *(const float2*)(levels + (PAIR ? 0 : half * TOKENS * 8) + threadIdx.x * 8);
+            add_sum<FIRST>(sums[threadIdx.x], level.x, level.y);
+        }
     }
 
     // To the next stage, if this one is used up.
@@ -258,7 +260,7 @@ struct Wide {
         half ^= 1;
         if (PAIR || half == 0) {
             used += a.stage;
-            if (used == STAGES * a.stage) used = 0;
+            if (used == ring) used = 0;
         }
     }
 
@@ -267,7 +269,7 @@ struct Wide {
         const u8* stage = stages + used;
         const int slot = PAIR ? mine : mine * 2 + half;
         const bool minima = CODE <= CODE_INT8 && w.zero == ZERO_MIN;
-        if (!INT && minima) __syncthreads();
+        if (minima) __syncthreads();
         float level[2][2];
         levels_of<CODE, 2>(level, a, w, stage, slot, 0, g, 2 * side);
         if (INT && mini) {
@@ -284,12 +286,12 @@ struct Wide {
         levels_of<CODE, 2>(level, a, w, stage, slot, 1, g, 2 * side);
 #pragma unroll
         for (int j = 0; j < N8; j++) {
-            const float2 two = INT ? make_float2(sum[j][0], sum[j][1]) : *(const float2*)(sums + j * 8 + 2 * t);
+            const float2 sum = *(const float2*)(sums + j * 8 + 2 * t);
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    total[i][j][e] = fmaf(level[i][e / 2], e % 2 ? two.y : two.x, total[i][j][e]);
+                    total[i][j][e] = fmaf(level[i][e / 2], e % 2 ? sum.y : sum.x, total[i][j][e]);
         }
     }
 
@@ -321,12 +323,12 @@ struct Wide {
         kept = (float4*)shared + threadIdx.x;
         sums = (float*)((float4*)shared + 16 * THREADS);
         stages = (u8*)(sums + TOKENS);
-        filled = used = 0;
+        filled = used = 0, ring = fixed(STAGES * a.stage);
         base = fixed(shared_address(stages));
         codes_from = fixed((mine * 8 + (PAIR ? 2 * t : t)) * QUAD + (g ^ exchange<PAIR>(PAIR ? 2 * t : t)) * 16 +
                            (Quad<CODE>::LANE == 1 ? 0 : side * Quad<CODE>::LANE * 64));
         h_from = fixed(a.at_h + (PAIR ? g * 64 + t * 16 : g * 32 + t * 8) / (INT ? 2 : 1));
-        mini = fixed(w.code == CODE_E2M1);
+        mini = INT && w.code == CODE_E2M1;
         adds = fixed(w.zero == ZERO_MIN && threadIdx.x < TOKENS);
         copies.init(a, w, pair * 2, token, start, end);
 #pragma unroll
@@ -339,7 +341,8 @@ struct Wide {
             for (int j = 0; j < N8; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) total[i][j][e] = 0.0f;
-        same_zeros<CODE, 2>(zero, w, zero_of);
+        same_zeros<CODE, 2>(zero, w);
+        same_integer_zeros<CODE>(zeros, w);
 
         slice_end = slice_of(w, slices, slice).end;
         for (u32 column = start; column < end;) {
@@ -385,7 +388,7 @@ struct Wide {
         if (row >= w.n) return;
         for (int i = 0; i < TOKENS && token + i < a.m; i++) {
             const float y = rows[i * 132 + threadIdx.x];
-            if (a.splits == 1) put(a, token + i, first + row, y);
+            if (a.splits == 1) put<INT>(a, token + i, first + row, y);
             else ((float*)a.partial)[((size_t)blockIdx.z * a.m + token + i) * a.columns + first + row] = y;
         }
     }

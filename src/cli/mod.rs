@@ -112,7 +112,7 @@ pub struct PlaceArgs {
 
 impl PlaceArgs {
     /// The device that is meant. Whoever gives the GPU layers wants one; with none of them it is the CPU.
-    pub fn device(&self, activations: Option<Activations>) -> Device {
+    pub fn device(&self) -> Device {
         match (self.device, self.gpu_layers) {
             (_, Some(0)) => Device::Cpu,
             (Some(DeviceFlag::Given(device)), _) => device,
@@ -121,18 +121,14 @@ impl PlaceArgs {
                 (Device::Cpu, _) => Device::Cuda(0),
                 (device, _) => device,
             },
-            (flag, None) => device(flag, activations),
+            (flag, None) => device(flag),
         }
     }
 }
 
 /// The device that `--device auto` means, or nothing. Where a GPU cannot be used, stderr says why in one line; that
 /// there is none is worth a line only to those who typed the flag.
-fn device(flag: Option<DeviceFlag>, activations: Option<Activations>) -> Device {
-    // What only the CPU has was asked for.
-    if activations == Some(Activations::Int8) {
-        return Device::Cpu;
-    }
+fn device(flag: Option<DeviceFlag>) -> Device {
     let (device, error) = Device::auto();
     let expected = flag.is_none() && matches!(error, Some(CudaError::NoDriver | CudaError::NoDevice));
     if let Some(error) = error.filter(|_| !expected) {
@@ -212,7 +208,7 @@ impl EngineArgs {
     /// What they say to an engine.
     pub fn options(&self) -> EngineOptions {
         EngineOptions {
-            device: self.place.device(self.activations),
+            device: self.place.device(),
             gpu_layers: self.place.gpu_layers,
             threads: self.threads.unwrap_or(0),
             context: self.ctx,

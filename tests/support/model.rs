@@ -26,6 +26,8 @@ pub enum Run {
     GpuExact,
     /// On a GPU: f16 activations, f16 KV.
     GpuDefault,
+    /// On a GPU: int8 activations, f16 KV.
+    GpuInt8,
     /// So many layers on a GPU, the others on the CPU: nothing is rounded.
     SplitExact(usize),
     /// The same with each device's usual activations, f16 KV.
@@ -36,7 +38,7 @@ impl Run {
     pub fn activations(self) -> Option<Activations> {
         match self {
             Run::Exact | Run::GpuExact | Run::SplitExact(_) => Some(Activations::F32),
-            Run::Default | Run::Small => Some(Activations::Int8),
+            Run::Default | Run::Small | Run::GpuInt8 => Some(Activations::Int8),
             Run::GpuDefault => Some(Activations::F16),
             Run::SplitDefault(_) => None,
         }
@@ -74,7 +76,7 @@ impl Run {
     pub fn kv(self) -> KvType {
         match self {
             Run::Exact | Run::GpuExact | Run::SplitExact(_) => KvType::F32,
-            Run::Default | Run::GpuDefault | Run::SplitDefault(_) => KvType::F16,
+            Run::Default | Run::GpuDefault | Run::GpuInt8 | Run::SplitDefault(_) => KvType::F16,
             Run::Small => KvType::Int8,
         }
     }

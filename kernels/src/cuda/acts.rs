@@ -99,13 +99,7 @@ impl Acts {
     }
 
     /// The same; of the int8 form only what `held` names.
-    pub fn with(
-        device: &Arc<Device>,
-        form: Form,
-        held: Forms,
-        rows: usize,
-        columns: usize,
-    ) -> Result<Acts, CudaError> {
+    pub fn with(device: &Arc<Device>, form: Form, held: Forms, rows: usize, columns: usize) -> Result<Acts, CudaError> {
         let stride = columns.next_multiple_of(64);
         let cells = rows.saturating_mul(stride);
         let (halves, floats, held) = match form {

@@ -157,7 +157,7 @@ pub enum ExecError {
     },
     /// Activations that not both devices of a model have.
     #[error(
-        "{device} with the first layers on the CPU has no {} activations: expected f32, or nothing (f16 on the GPU, int8 on the CPU)",
+        "{device} with the first layers on the CPU has no {} activations: expected int8, f32 or nothing (f16 on the GPU, int8 on the CPU)",
         activations.name()
     )]
     SplitActivations {

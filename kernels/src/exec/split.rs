@@ -9,7 +9,7 @@
 //! Each layer's keys and values are where the layer is, and a block id means the same tokens on both sides. A plan is
 //! cut into the GPU's passes; the CPU computes a pass of a long prompt while the GPU is busy with the one before, and
 //! otherwise they take turns. Each promises that a row does not depend on its company, so together they do, too. Each
-//! has the activations that are usual there; f32 is exact mode on both.
+//! has the activations that are usual there; int8 is on both, and f32, exact mode.
 
 use std::{collections::BTreeMap, sync::Arc};
 

@@ -153,11 +153,13 @@ fn quantized(got: &Int8, block: usize, x: &[f32], stride: usize) {
     let mut q = vec![0i8; m * stride];
     got.q.read(0, &mut q).expect("read");
     let (blocks, all) = (stride / block, got.levels.len() / (stride / block) / 2);
-    let levels: Vec<f32> = (0..blocks).flat_map(|b| {
-        let mut row = vec![0.0; 2 * m];
-        got.levels.read(b * all * 2, &mut row).expect("read");
-        row
-    }).collect();
+    let levels: Vec<f32> = (0..blocks)
+        .flat_map(|b| {
+            let mut row = vec![0.0; 2 * m];
+            got.levels.read(b * all * 2, &mut row).expect("read");
+            row
+        })
+        .collect();
     for (r, (x, q)) in x.chunks(stride).zip(q.chunks(stride)).enumerate() {
         let want = reference::linear::quantize(x, block);
         assert_eq!(q, want.q, "codes of row {r} in blocks of {block}");

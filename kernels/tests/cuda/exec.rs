@@ -5,9 +5,9 @@
 use std::sync::Arc;
 
 use quern_kernels::{
-    cpu::kv::KvType,
+    cpu::{acts::Mode, kv::KvType},
     cuda::{CudaExecutor, CudaOptions, acts::Form},
-    exec::{Chunk, ChunkOutput, ExecError, Executor, Output, Plan},
+    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Output, Plan},
     reference,
     sample::{History, SampleError, SamplingParams, sample},
 };
@@ -24,8 +24,8 @@ fn executor(file: &Arc<ModelFile>, form: Form, kv: KvType, rows: usize) -> CudaE
 }
 
 #[test]
-fn both_forms_equal_the_oracle() {
-    if device("both_forms_equal_the_oracle").is_none() {
+fn all_forms_equal_the_oracle() {
+    if device("all_forms_equal_the_oracle").is_none() {
         return;
     }
     let f = Scheme::Float;
@@ -49,6 +49,13 @@ fn both_forms_equal_the_oracle() {
         let d = deviation(&default, &want);
         assert!(d < 4e-3, "{name}: default mode is {d:.1e} of the range away");
         assert!(d > 1e-6, "{name}: default mode is exact ({d:.1e})");
+        // int8: the CPU's bound; and what the CPU computes, where attention is f32, too.
+        let int8 = |kv| run(&mut executor(&file, Form::Int8, kv, 64), &tokens, &[41], 0);
+        let options = CpuOptions { threads: 1, blocks: 64, mode: Mode::Int8, kv: KvType::F32 };
+        let cpu = run(&mut CpuExecutor::new(file.clone(), options).unwrap(), &tokens, &[41], 0);
+        let (d, apart) = (deviation(&int8(KvType::F16), &want), deviation(&int8(KvType::F32), &cpu));
+        println!("{name}: int8 mode is {d:.1e} of the range away, {apart:.1e} from the CPU's");
+        assert!(d < 0.02 && apart < 1e-3, "{name}: int8 mode is {d:.1e} of the range away, {apart:.1e} from the CPU's");
     }
 }
 
@@ -68,6 +75,9 @@ fn every_mechanism_equals_the_oracle() {
         let default = run(&mut executor(&file, Form::F16, KvType::F16, 64), &tokens, &[53], 0);
         let d = deviation(&default, &want);
         assert!(d < 6e-3, "{name}: default mode is {d:.1e} of the range away");
+        let int8 = run(&mut executor(&file, Form::Int8, KvType::F16, 64), &tokens, &[53], 0);
+        let d = deviation(&int8, &want);
+        assert!(d < 0.03, "{name}: int8 mode is {d:.1e} of the range away");
     }
 }
 
@@ -79,10 +89,11 @@ fn logits_do_not_depend_on_the_company() {
     }
     let tokens = tokens(37);
     let (half, whole, bytes) = ((Form::F16, KvType::F16), (Form::F32, KvType::F32), (Form::F16, KvType::Int8));
+    let ints = (Form::Int8, KvType::F16);
     for (name, scheme, spec, forms) in [
-        ("cu-inv4", int(4, 64, ZeroKind::Mid), plain(true), &[half][..]),
-        ("cu-inv8", int(8, 32, ZeroKind::Code), plain(true), &[half]),
-        ("cu-inv4-all", int(4, 32, ZeroKind::Min), everything(), &[half, bytes, whole]),
+        ("cu-inv4", int(4, 64, ZeroKind::Mid), plain(true), &[half, ints][..]),
+        ("cu-inv8", int(8, 32, ZeroKind::Code), plain(true), &[half, ints]),
+        ("cu-inv4-all", int(4, 32, ZeroKind::Min), everything(), &[half, bytes, whole, ints]),
         ("cu-invf-all", Scheme::Float(FloatType::F16), everything(), &[half]),
     ] {
         let file = made(name, scheme, int(8, 32, ZeroKind::Mid), spec);

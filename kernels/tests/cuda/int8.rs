@@ -32,14 +32,14 @@ fn input(device: &Arc<Device>, ops: &Ops, x: &[f32], k: usize, columns: usize) -
 /// Sum of the sizes of what an output adds: blocks' sums, which are exact, and minima's.
 fn sizes(view: &TensorView, x: &[f32]) -> Vec<f64> {
     let Some(columns) = block(view.scheme) else {
-        return (0..view.n).map(|n| x.iter().enumerate().map(|(k, x)| (view.at(n, k) * x).abs() as f64).sum()).collect();
+        return (0..view.n)
+            .map(|n| x.iter().enumerate().map(|(k, x)| (view.at(n, k) * x).abs() as f64).sum())
+            .collect();
     };
     let Quantized { q, scales, .. } = quantize(x, columns);
     let (_, group) = view.scheme.coded().expect("codes");
-    let has_min = matches!(
-        view.scheme,
-        Scheme::Int { zero: ZeroKind::Min, .. } | Scheme::Nested { zero: ZeroKind::Min, .. }
-    );
+    let has_min =
+        matches!(view.scheme, Scheme::Int { zero: ZeroKind::Min, .. } | Scheme::Nested { zero: ZeroKind::Min, .. });
     let row = |n: usize| {
         let block = |b: usize| {
             let at = b * columns;
@@ -94,7 +94,9 @@ fn the_largest_sums_are_exact() {
     let Some(device) = device("largest sums in int8") else { return };
     let (mut linear, ops) = (Linear::new(&device).expect("kernels"), Ops::new(&device).expect("kernels"));
     let (n, k) = (64, 256);
-    for (bits, group, zero) in [(8, 32, ZeroKind::Mid), (8, 128, ZeroKind::Code), (8, 16, ZeroKind::Min), (4, 64, ZeroKind::Code)] {
+    for (bits, group, zero) in
+        [(8, 32, ZeroKind::Mid), (8, 128, ZeroKind::Code), (8, 16, ZeroKind::Min), (4, 64, ZeroKind::Code)]
+    {
         for code in [0, 255] {
             let scheme = Scheme::Int { bits, group, zero, scale: FloatType::F32 };
             let packed = Packed::constant(&mut Rng(3), n, k, scheme, code);
@@ -154,7 +156,10 @@ fn rows_in_int8_do_not_depend_on_their_batch() {
         for (from, m) in [(0, 1), (69, 1), (3, 8), (5, 9), (1, 32), (30, 33), (6, 64)] {
             let part = input(&device, &ops, &x[from * k..(from + m) * k], k, weight.k_pad);
             let y = run(&device, &mut linear, &[&weight], &part, m);
-            let same = y.iter().zip(&all[from * n..(from + m) * n]).all(|(a, b)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan()));
+            let same = y
+                .iter()
+                .zip(&all[from * n..(from + m) * n])
+                .all(|(a, b)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan()));
             assert!(same, "{scheme}: {m} rows from {from} on are not those of {ROWS}");
         }
     }

@@ -99,7 +99,7 @@ pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
         let asked = t.depth.saturating_add(t.tokens);
         return Err(format!("{t}: {asked} tokens, the model was made for at most {most}").into());
     }
-    let device = args.place.device(args.activations);
+    let device = args.place.device();
     let threads = if args.threads.is_empty() { vec![0] } else { args.threads.clone() };
     let mut all = vec![];
     for threads in threads {

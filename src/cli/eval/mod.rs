@@ -123,7 +123,7 @@ type Numerics = (String, (Option<exec::Activations>, KvType));
 /// Runs the command.
 pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
     let kv = args.kv.unwrap_or(Kv::F16);
-    let (device, gpu_layers) = (args.place.device(args.activations), args.place.gpu_layers);
+    let (device, gpu_layers) = (args.place.device(), args.place.gpu_layers);
     if let (Some(ids), Some(out)) = (&args.ids, &args.logits) {
         let [file] = &args.file[..] else {
             return Err(Usage(format!("--ids: expected one file, got {}", args.file.len())).into());
