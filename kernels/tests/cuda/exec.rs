@@ -49,13 +49,14 @@ fn all_forms_equal_the_oracle() {
         let d = deviation(&default, &want);
         assert!(d < 4e-3, "{name}: default mode is {d:.1e} of the range away");
         assert!(d > 1e-6, "{name}: default mode is exact ({d:.1e})");
-        // int8: the CPU's bound; and what the CPU computes, where attention is f32, too.
+        // int8: the CPU's bound; and where attention is f32, too, what the CPU computes but for a code that is
+        // rounded otherwise.
         let int8 = |kv| run(&mut executor(&file, Form::Int8, kv, 64), &tokens, &[41], 0);
         let options = CpuOptions { threads: 1, blocks: 64, mode: Mode::Int8, kv: KvType::F32 };
         let cpu = run(&mut CpuExecutor::new(file.clone(), options).unwrap(), &tokens, &[41], 0);
         let (d, apart) = (deviation(&int8(KvType::F16), &want), deviation(&int8(KvType::F32), &cpu));
         println!("{name}: int8 mode is {d:.1e} of the range away, {apart:.1e} from the CPU's");
-        assert!(d < 0.02 && apart < 1e-3, "{name}: int8 mode is {d:.1e} of the range away, {apart:.1e} from the CPU's");
+        assert!(d < 0.02 && apart < 3e-3, "{name}: int8 mode is {d:.1e} of the range away, {apart:.1e} from the CPU's");
     }
 }
 
