@@ -65,7 +65,7 @@ def compile_one(nvrtc, source):
     before, found, after = text.partition("\n.version 9.5\n")
     if not found:
         sys.exit(f"{source.name}: expected `.version 9.5` from the compiler, which is not the pinned one")
-    # A tenth of the text.
+    # Comments around inline assembly, a tenth of the text.
     after = re.sub(r"\t// (begin|end) inline asm\n", "", after)
     # Hints about vector loads of which not every byte is used, for the assembler of PTX 8.3.
     after = re.sub(r'\t\.pragma "used_bytes_mask \d+";\n', "", after)

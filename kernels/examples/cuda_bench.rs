@@ -1,8 +1,8 @@
 //! Times the CUDA kernels at the shapes of real models, against what the device can do at most.
 //!
 //! `cargo run --release -p quern-kernels --example cuda_bench [--small] [words]` runs the cases whose line contains every
-//! word, such as `int4 g128 4096x14336` or `attention decode`. Bandwidth and tensor peak are measured first; a row says
-//! how much of each was reached. Medians of 9 launches, timed by events of the device. `--small` makes everything tiny:
+//! word, such as `int4 g128 4096x14336`, `by int8` or `attention decode`. Bandwidth and tensor peak are measured first; a row says
+//! how much of each was reached (that of f16 for int8 activations, too). Medians of 9 launches, timed by events of the device. `--small` makes everything tiny:
 //! for a virtual device, whose times mean nothing.
 
 use std::{error::Error, sync::Arc};
@@ -57,13 +57,17 @@ fn main() -> Result<(), Box<dyn Error>> {
     let int = |bits, group| Scheme::Int { bits, group, zero: ZeroKind::Mid, scale: FloatType::F16 };
     let schemes = [int(4, 128), int(4, 32), int(8, 128), Scheme::Float(FloatType::F16)];
     let (shapes, rows) = if small { (&[(128, 256)][..], &[1, 9, 64][..]) } else { (&SHAPES[..], &ROWS[..]) };
-    for scheme in schemes {
+    let layers = |scheme: Scheme, form: Form, what: &str| -> Result<(), Box<dyn Error>> {
         for &(n, k) in shapes {
-            let case = format!("{scheme} {n}x{k}");
+            let case = format!("{scheme}{what} {n}x{k}");
             if words.iter().all(|w| case.contains(w.as_str())) {
-                linear(&device, &case, scheme, (n, k), rows, &limits)?;
+                linear(&device, &case, scheme, form, (n, k), rows, &limits)?;
             }
         }
+        Ok(())
+    };
+    for scheme in schemes {
+        layers(scheme, Form::F16, "")?;
     }
     let depths = if small { &[40][..] } else { &[512, 4096, 32768][..] };
     for &depth in depths {
@@ -76,6 +80,10 @@ fn main() -> Result<(), Box<dyn Error>> {
                 }
             }
         }
+    }
+    // Last, as there may not be time for all.
+    for scheme in &schemes[..3] {
+        layers(*scheme, Form::Int8, " by int8")?;
     }
     Ok(())
 }
@@ -105,6 +113,7 @@ fn linear(
     device: &Arc<Device>,
     case: &str,
     scheme: Scheme,
+    form: Form,
     (n, k): (usize, usize),
     rows: &[usize],
     limits: &Limits,
@@ -115,14 +124,18 @@ fn linear(
     // Several copies take turns, so that none is found in the device's cache.
     let copies = (CACHE / planes.total as usize + 1).min(16);
     let mut upload = Upload::new(device, Box::new(|_| {}))?;
-    let weights = (0..copies).map(|_| Weight::upload(&mut upload, &view, Form::F16));
+    let weights = (0..copies).map(|_| Weight::upload(&mut upload, &view, form));
     let weights = weights.collect::<Result<Vec<_>, _>>()?;
     drop(upload);
     let most = rows.iter().copied().max().unwrap_or(1);
-    let mut acts = Acts::new(device, Form::F16, most, weights[0].k_pad)?;
+    let mut acts = Acts::new(device, form, most, weights[0].k_pad)?;
     acts.h.fill(0x11)?;
     acts.factors.fill(0x3f)?;
     acts.sums.fill(0)?;
+    for blocks in [&mut acts.int8, &mut acts.int8_small] {
+        blocks.q.fill(0x11)?;
+        blocks.levels.fill(0)?;
+    }
     let to = Buffer::<f32>::new(device, "outputs", most * n)?;
     let mut linear = Linear::new(device)?;
     linear.reserve(&[&weights[0]], most)?;
@@ -131,7 +144,8 @@ fn linear(
             let out = Output::Store { to: to.ptr(), stride: n, bias: None };
             linear.run(&[&weights[i % copies]], &acts, m, out)
         })?;
-        let moved = planes.total as f64 + (m * (2 * k + 4 * n)) as f64;
+        let input = if form == Form::Int8 { k + k / 4 } else { 2 * k };
+        let moved = planes.total as f64 + (m * (input + 4 * n)) as f64;
         row(case, m, ms, moved, (m * n * k) as f64, limits);
     }
     Ok(())
