@@ -45,9 +45,9 @@ fn sizes(view: &TensorView, x: &[f32]) -> Vec<f64> {
             let at = b * columns;
             let min = if has_min { view.min(n, at / group) as f64 } else { 0.0 };
             let (mut dot, mut sum) = (0f64, 0f64);
-            for k in at..view.k.min(at + columns) {
-                dot += (view.at(n, k) as f64 - min) * q[k] as f64;
-                sum += q[k] as f64;
+            for (k, &q) in (at..view.k).zip(&q[at..at + columns]) {
+                dot += (view.at(n, k) as f64 - min) * q as f64;
+                sum += q as f64;
             }
             scales[b] as f64 * (dot.abs() + (min * sum).abs())
         };
