@@ -15,7 +15,7 @@ pub fn of(args: &EngineArgs, file: &ModelFile) -> Result<Option<Arc<ModelFile>>,
     match &args.draft {
         Some(path) => open(path, file).map(Some).map_err(|e| e.to_string()),
         None if args.speculate.method == Method::Draft => {
-            Err(format!("--speculate {}: expected a small model, --draft FILE", args.speculate))
+            Err(format!("--speculate {} needs a small model: --draft FILE", args.speculate))
         }
         None => Ok(None),
     }

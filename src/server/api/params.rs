@@ -145,7 +145,7 @@ impl Params {
 /// How the answer is guessed ahead, where the request says it.
 fn speculation(fields: Fields<'_>) -> Result<Option<Speculation>, ApiError> {
     let Some(text) = fields.text("speculate")? else { return Ok(None) };
-    text.parse().map(Some).map_err(|reason: String| fields.wrong("speculate", &reason))
+    text.parse().map(Some).map_err(|_: String| fields.wrong("speculate", Speculation::EXPECTED))
 }
 
 /// Tokens that may be generated after a prompt.
