@@ -11,6 +11,6 @@ pub mod scheme;
 pub mod spec;
 
 pub use dtype::FloatType;
-pub use format::{FileWriter, FormatError, Meta, ModelFile, TensorInfo, TensorOnce, TensorPlan};
+pub use format::{FileWriter, FormatError, Meta, ModelFile, TensorInfo, TensorOnce, TensorPlan, join};
 pub use scheme::{Layout, Mini, PANEL, Planes, SUPER, Scheme, TensorView, ZeroKind};
 pub use spec::{Generation, ModelSpec};

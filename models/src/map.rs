@@ -9,6 +9,8 @@ use memmap2::{Mmap, MmapOptions};
 pub struct Mapped {
     map: Mmap,
     file: File,
+    /// Where the map starts in the file.
+    start: u64,
 }
 
 /// A part of a mapped file, mapped once more, to be read once: when it goes away, the system is told that nobody needs
@@ -34,14 +36,23 @@ impl Mapped {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file is empty"));
         }
         let map = map(&file, MmapOptions::new())?;
-        Ok(Mapped { map, file })
+        Ok(Mapped { map, file, start: 0 })
+    }
+
+    /// Maps what follows the first `at` bytes, as if it were a file. Panics if there is nothing.
+    pub fn rest(&self, at: usize) -> io::Result<Mapped> {
+        assert!(at < self.map.len(), "nothing follows {at} of {} bytes", self.map.len());
+        let (file, start) = (self.file.try_clone()?, self.start + at as u64);
+        let map = map(&file, MmapOptions::new().offset(start).len(self.map.len() - at).to_owned())?;
+        Ok(Mapped { map, file, start })
     }
 
     /// Maps `len` bytes from `at` on once more. Panics if the file's map does not have them.
     pub fn read_once(&self, at: usize, len: usize) -> io::Result<ReadOnce<'_>> {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.map.len()), "{len} bytes at {at}");
-        let map = map(&self.file, MmapOptions::new().offset(at as u64).len(len).to_owned())?;
-        Ok(ReadOnce { map: Some(map), file: &self.file, at: at as u64 })
+        let at = self.start + at as u64;
+        let map = map(&self.file, MmapOptions::new().offset(at).len(len).to_owned())?;
+        Ok(ReadOnce { map: Some(map), file: &self.file, at })
     }
 }
 

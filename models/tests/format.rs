@@ -5,7 +5,7 @@
 use std::{fs, path::PathBuf};
 
 use quern_models::{
-    FileWriter, FloatType, FormatError, Generation, Meta, ModelFile, Scheme, TensorPlan, ZeroKind,
+    FileWriter, FloatType, FormatError, Generation, Meta, ModelFile, Scheme, TensorPlan, ZeroKind, join,
     spec::{Act, Attn, Layer, Mlp, ModelSpec, Norm, Rope, RopeScaling},
 };
 
@@ -210,6 +210,59 @@ fn flips_behind_a_right_hash_do_not_panic() {
     assert!(refused > 4096, "only {refused} of 12288 changes were noticed behind the hash");
 }
 
+/// Two models in one file: each is what it was, and nothing of either can be changed unnoticed.
+#[test]
+fn a_draft_model_follows() {
+    let dir = dir("draft");
+    let [large, small, both, again] = ["l.qrn", "s.qrn", "b.qrn", "a.qrn"].map(|name| dir.join(name));
+    write(&large);
+    write(&small);
+    let open = |path: &PathBuf| ModelFile::open(path).unwrap();
+    join(&open(&large), &open(&small), &both).unwrap();
+    let (file, plain) = (open(&both), open(&large));
+    let draft = file.draft().unwrap();
+    assert_eq!((file.file_len(), draft.file_len()), (plain.file_len(), plain.file_len()));
+    assert_eq!(fs::metadata(&both).unwrap().len(), 2 * plain.file_len());
+    assert_eq!((file.verify().unwrap().tensors, plain.draft().is_none()), (2 * plans().len(), true));
+    for (i, plan) in plans().iter().enumerate() {
+        for one in [&file, &**draft] {
+            let (want, once) = (plain.view(i), one.view_once(i).unwrap());
+            assert_eq!((one.view(i).codes, one.view(i).scales), (want.codes, want.scales), "{}", plan.name);
+            assert_eq!((once.view().codes, once.view().zeros), (want.codes, want.zeros), "{}", plan.name);
+        }
+    }
+    // In place, and with files that have drafts themselves: only the models count.
+    join(&file, &file, &again).unwrap();
+    join(&open(&again), &open(&again), &again).unwrap();
+    assert_eq!(fs::read(&again).unwrap(), fs::read(&both).unwrap());
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 4, "nothing is left behind");
+    // Damage.
+    let good = fs::read(&both).unwrap();
+    let half = good.len() / 2;
+    for at in (0..good.len()).step_by(311).chain([half, half + 16, half + 40, good.len() - 1]) {
+        let mut bad = good.clone();
+        bad[at] ^= 1 << (at % 8);
+        fs::write(&again, &bad).unwrap();
+        assert!(ModelFile::open(&again).and_then(|file| file.verify()).is_err(), "byte {at}");
+    }
+    for len in [half, half + 1, half + 4096, good.len() - 4096, good.len() - 1] {
+        assert!(ModelFile::check(&good[..len]).is_err(), "{len} bytes");
+    }
+    let rehashed = |mut bytes: Vec<u8>| {
+        let len = (bytes.len() as u64).to_le_bytes();
+        bytes[40..48].copy_from_slice(&len);
+        bytes[56..64].fill(0);
+        let hash = xxhash_rust::xxh3::xxh3_64(&bytes[..plain.header_len() as usize]);
+        bytes[56..64].copy_from_slice(&hash.to_le_bytes());
+        ModelFile::check(&bytes).unwrap_err().to_string()
+    };
+    // A draft that is none, is missing, or has a draft.
+    assert!(rehashed([&good[..half], &[7; 4096][..]].concat()).contains("the draft model: not a .qrn file"));
+    assert!(rehashed(good[..half].to_vec()).contains("the draft model"));
+    assert!(rehashed([&good[..half], &good].concat()).contains("draft models of a draft model"));
+    fs::remove_dir_all(dir).unwrap();
+}
+
 #[test]
 fn verify_finds_any_flipped_bit() {
     let dir = dir("verify");
@@ -257,7 +310,7 @@ fn messages_name_the_field_and_the_next_step() {
     };
     assert!(text(&|f| f[0] = b'G').contains("quern convert"));
     assert!(text(&|f| f[8] = 2).contains("version 2"));
-    assert!(text(&|f| f[16] = 1).contains("update quern"));
+    assert!(text(&|f| f[16] = 2).contains("update quern"));
     assert!(text(&|f| f.truncate(5000)).contains("5000"));
     assert!(text(&|f| f[300] ^= 1).contains("damaged"));
 }

@@ -15,7 +15,9 @@ use clap::{Args, ValueEnum};
 use quern_convert::{Options, Phase, Progress, Quant, Report, Step, convert, grouped};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use super::{open, print, size};
+use quern_models::{ModelFile, join};
+
+use super::{Usage, draft, open, print, size};
 use crate::text::TextModel;
 
 /// Flags of `quern convert`.
@@ -42,6 +44,10 @@ pub struct ConvertArgs {
     /// What float embeddings and output head become [default: int8 with --quant int4 or int8, else as --quant; keep for quantized sources]
     #[arg(long, value_enum)]
     lm_head: Option<QuantArg>,
+    /// A small .qrn file with the same tokens, to be put into the new one and to write ahead of it (see run
+    /// --speculate); SOURCE may then be a .qrn file, too
+    #[arg(long, value_name = "FILE")]
+    draft: Option<PathBuf>,
     /// Replace an existing file
     #[arg(long)]
     force: bool,
@@ -81,6 +87,18 @@ fn group(text: &str) -> Result<usize, String> {
 
 /// Runs the command.
 pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
+    // Before the work, which takes minutes.
+    let small = args.draft.as_deref().map(open).transpose()?;
+    if let Some(small) = &small
+        && args.source.extension().is_some_and(|e| e == "qrn")
+    {
+        let out =
+            args.out.ok_or_else(|| Usage("a .qrn file with a draft model needs a new name: --out FILE".into()))?;
+        if out.exists() && !args.force {
+            return Err(format!("{}: the file exists; --force replaces it", out.display()).into());
+        }
+        return joined(&args.source, small, &out);
+    }
     let out = match args.out {
         Some(dir) if dir.is_dir() => dir.join(name(&args.source)),
         Some(file) => file,
@@ -99,7 +117,20 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
     if let Some(reason) = text_trouble(&report.path) {
         line.note(&format!("the weights are fine, but `quern run` will refuse the text side: {reason}"));
     }
-    print(&closing(&report))
+    print(&closing(&report))?;
+    match &small {
+        Some(small) => joined(&report.path, small, &report.path),
+        None => Ok(()),
+    }
+}
+
+/// Puts a small model into a copy of a file, or into the file.
+fn joined(model: &Path, small: &ModelFile, out: &Path) -> Result<(), Box<dyn Error>> {
+    let file = open(model)?;
+    draft::check(&file, small).map_err(|reason| format!("--draft: {reason}"))?;
+    join(&file, small, out).map_err(|e| e.to_string())?;
+    open(out)?.verify().map_err(|e| format!("{}: {e}", out.display()))?;
+    print(&format!("{}: with a draft model of {}\n", out.display(), size(small.file_len())))
 }
 
 /// Why the file's tokenizer or chat template cannot be used, if so: better known now than on the box.

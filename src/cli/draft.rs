@@ -10,31 +10,37 @@ use crate::{
     text::{TextModel, Tokenizer, printable},
 };
 
-/// The small model of the flags, if there is one; refuses a method that needs one without it.
-pub fn of(args: &EngineArgs, file: &ModelFile) -> Result<Option<Arc<ModelFile>>, String> {
+/// The small model of the flags or else of the file, if there is one; refuses a method that needs one without it.
+/// `requests`: whether requests may choose their method.
+pub fn of(args: &EngineArgs, file: &ModelFile, requests: bool) -> Result<Option<Arc<ModelFile>>, String> {
     match &args.draft {
         Some(path) => open(path, file).map(Some).map_err(|e| e.to_string()),
-        None if args.speculate.method == Method::Draft => {
-            Err(format!("--speculate {} needs a small model: --draft FILE", args.speculate))
+        // Nobody may ask for it.
+        None if args.speculate.method == Method::Off && !requests => Ok(None),
+        None if args.speculate.method == Method::Draft && file.draft().is_none() => {
+            Err(format!("--speculate {} needs a small model: --draft FILE, or one in the file", args.speculate))
         }
-        None => Ok(None),
+        None => Ok(file.draft().cloned()),
     }
 }
 
 /// Opens a small model and refuses one that does not have the large one's tokens.
 pub fn open(path: &Path, of: &ModelFile) -> Result<Arc<ModelFile>, Box<dyn Error>> {
     let file = super::open(path)?;
-    let refused = |reason: String| {
-        format!("{}: {reason}; a draft model must have the same tokens as the model it writes ahead of", path.display())
-    };
-    let [large, small] = [of, &file].map(TextModel::of);
-    match (large?, small?) {
-        (Some(large), Some(small)) => same(large.tokenizer(), small.tokenizer()).map_err(refused)?,
-        // Without a tokenizer there are only numbers to compare.
-        _ if file.spec().vocab == of.spec().vocab => {}
-        _ => Err(refused(format!("it has {} tokens, expected {}", file.spec().vocab, of.spec().vocab)))?,
-    }
+    check(of, &file).map_err(|reason| format!("{}: {reason}", path.display()))?;
     Ok(Arc::new(file))
+}
+
+/// Why a small model cannot write ahead of a large one.
+pub fn check(large: &ModelFile, small: &ModelFile) -> Result<(), String> {
+    let refused = |reason| format!("{reason}; a draft model must have the same tokens as the model it writes ahead of");
+    let text = |file| TextModel::of(file).map_err(|e| e.to_string());
+    match (text(large)?, text(small)?) {
+        (Some(large), Some(small)) => same(large.tokenizer(), small.tokenizer()).map_err(refused),
+        // Without a tokenizer there are only numbers to compare.
+        _ if small.spec().vocab == large.spec().vocab => Ok(()),
+        _ => Err(refused(format!("it has {} tokens, expected {}", small.spec().vocab, large.spec().vocab))),
+    }
 }
 
 /// Every token stands for the same bytes, and is special where the other is.

@@ -41,6 +41,7 @@ pub fn main(args: InfoArgs) -> Result<(), Box<dyn Error>> {
         let mut all = json!({
             "file": path.display().to_string(),
             "bytes": file.file_len(),
+            "draft_bytes": file.draft().map(|draft| draft.file_len()),
             "spec": file.spec(),
             "generation": file.generation(),
             "provenance": file.provenance(),
@@ -145,6 +146,10 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
         spec.vocab,
         spec.max_context
     )?;
+    if let Some(draft) = file.draft() {
+        let (spec, size) = (draft.spec(), size(draft.file_len()));
+        writeln!(s, "draft model  {size} more: {}, {} layers, hidden {}", spec.family, spec.layers.len(), spec.hidden)?;
+    }
     writeln!(s, "attention    {}", mechanisms::attention(spec))?;
     writeln!(s, "mlp          {}", mechanisms::mlp(spec))?;
     for (scheme, t) in &schemes {

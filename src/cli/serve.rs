@@ -184,7 +184,7 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
         return Err(RunError::Open(OpenError::Context { asked: args.engine.ctx, most }).into());
     }
     let options = args.engine.fitting(&file, engine_options(args, file.spec())).map_err(RunError::Open)?;
-    let small = draft::of(&args.engine, &file).map_err(|e| Usage(format!("--draft: {e}")))?;
+    let small = draft::of(&args.engine, &file, true).map_err(|e| Usage(format!("--draft: {e}")))?;
     let mut plan = Engine::memory(&file, &options).with_requests(args.request_memory);
     if let Some(small) = &small {
         plan = plan.with_draft(small, &options);

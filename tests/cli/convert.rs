@@ -172,3 +172,36 @@ fn a_name_from_the_source_cannot_forge_a_line() {
     assert_eq!(ran.err.lines().count(), 1, "{}", ran.err);
     assert!(!ran.err.contains('\u{1b}'), "{:?}", ran.err);
 }
+
+#[test]
+fn a_draft_model_goes_into_the_file() {
+    let scratch = Scratch::new("convert-draft");
+    let [small, both, joined] = ["small.qrn", "both.qrn", "joined.qrn"].map(|name| scratch.at(name));
+    let source = fixture("models/smollm2-gptq-2layer");
+    quern(&["convert", arg(&source), "-o", arg(&small)]).ok();
+    quern(&["convert", arg(&source), "-o", arg(&both), "--draft", arg(&small)]).ok().prints(&["with a draft model of"]);
+    quern(&["info", arg(&both), "--verify"]).ok().prints(&["draft model", "llama, 2 layers"]);
+    let answer = |flags: &[&str]| {
+        let asked = ["run", arg(&both), "-p", "hello", "--temperature", "0.8", "--seed", "4", "--max-tokens", "40"];
+        quern(&[&asked[..], flags].concat()).ok()
+    };
+    let (plain, guessed) = (answer(&["--speculate", "off"]), answer(&["--speculate", "draft:4"]));
+    assert_eq!(plain.out, guessed.out);
+    assert!(guessed.err.contains("guessed") && !plain.err.contains("guessed"), "{} {}", guessed.err, plain.err);
+    // A file as the source needs a name, and is replaced only when asked.
+    let join = |flags: &[&str]| quern(&[&["convert", arg(&small), "--draft", arg(&small)], flags].concat());
+    join(&[]).misused(&["--out"]);
+    join(&["-o", arg(&joined)]).ok();
+    join(&["-o", arg(&joined)]).fails(&["exists", "--force"]);
+    join(&["-o", arg(&joined), "--force"]).ok();
+    assert_eq!(fs::read(&joined).unwrap().len() as u64, 2 * fs::metadata(&small).unwrap().len());
+    // Other tokens, and no draft at all.
+    let other = scratch.at("other.qrn");
+    quern(&["convert", arg(&fixture("models/llama")), "-o", arg(&other)]).ok();
+    let refused = quern(&["convert", arg(&small), "--draft", arg(&other), "-o", arg(&joined), "--force"]);
+    refused.fails(&["--draft", "the same tokens"]);
+    quern(&["run", arg(&small), "--draft", arg(&other), "-p", "x"]).misused(&["--draft", "the same tokens"]);
+    quern(&["run", arg(&small), "--speculate", "draft", "-p", "x"]).misused(&["--speculate draft", "--draft FILE"]);
+    quern(&["run", arg(&small), "--speculate", "nonsense", "-p", "x"]).misused(&["expected off, auto"]);
+    quern(&["run", arg(&small), "--accept", "maybe", "-p", "x"]).misused(&["exact or rejection"]);
+}

@@ -14,7 +14,9 @@ pub const VERSION: u32 = 1;
 /// Everything that starts on a page starts on a multiple of this.
 pub const PAGE: u64 = 4096;
 /// Required features this version understands; a file with any other bit is refused.
-pub const KNOWN_REQUIRED: u64 = 0;
+pub const KNOWN_REQUIRED: u64 = DRAFT;
+/// Required feature: behind the last tensor follows another complete file, a small model that writes ahead of this one.
+pub const DRAFT: u64 = 1;
 /// Bytes of [`Fixed`].
 pub const FIXED_LEN: usize = 64;
 /// Bytes of one [`Section`].

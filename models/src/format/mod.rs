@@ -1,11 +1,13 @@
 //! The `.qrn` file: header records, a total reader and a streaming writer. See FORMAT.md.
 
+mod join;
 mod layout;
 mod reader;
 mod writer;
 
 use std::{io, path::PathBuf};
 
+pub use join::join;
 pub use layout::{MAGIC, PAGE, SectionKind, TensorInfo, VERSION};
 pub use reader::{ModelFile, TensorOnce, Verified};
 pub use writer::{FileWriter, Meta, TensorPlan, create_sibling, destination};
@@ -32,6 +34,12 @@ pub enum FormatError {
     Version {
         /// Version found.
         got: u32,
+    },
+    /// The draft model in a file.
+    #[error("the draft model: {source}")]
+    Draft {
+        /// What is wrong with it.
+        source: Box<FormatError>,
     },
     /// Needs something this program lacks.
     #[error("the file needs features that this version does not know (bits {bits:#x}); update quern")]

@@ -4,13 +4,13 @@
 //! and page-aligned, tensors do not overlap, and header and tensors cover the file exactly. Tensor
 //! bytes themselves, but for orders, are checked only by [`ModelFile::verify`]: opening must not read gigabytes.
 
-use std::{collections::HashMap, io, path::Path};
+use std::{collections::HashMap, io, path::Path, sync::Arc};
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::{
     FormatError, TensorInfo,
-    layout::{FIXED_LEN, Fixed, PAGE, SECTION_LEN, Section, SectionKind},
+    layout::{DRAFT, FIXED_LEN, Fixed, PAGE, SECTION_LEN, Section, SectionKind},
 };
 use crate::{
     Scheme, TensorView,
@@ -23,6 +23,7 @@ use crate::{
 pub struct ModelFile {
     map: Mapped,
     header: Header,
+    draft: Option<Arc<ModelFile>>,
 }
 
 /// Result of [`ModelFile::verify`].
@@ -63,6 +64,8 @@ struct Header {
     sections: Vec<Section>,
     tensors: Vec<TensorInfo>,
     by_name: HashMap<String, usize>,
+    /// End of the last tensor: of the file, but for a draft model.
+    end: u64,
 }
 
 impl ModelFile {
@@ -70,7 +73,25 @@ impl ModelFile {
     pub fn open(path: &Path) -> Result<ModelFile, FormatError> {
         let map = Mapped::open(path).map_err(|source| FormatError::Io { path: path.into(), source })?;
         let header = Header::parse(&map)?;
-        Ok(ModelFile { map, header })
+        let draft = if header.fixed.required & DRAFT == 0 {
+            None
+        } else {
+            let map = map.rest(header.end as usize);
+            let map = map.map_err(|source| FormatError::Io { path: path.into(), source })?;
+            let header = Header::parse(&map)?;
+            Some(Arc::new(ModelFile { map, header, draft: None }))
+        };
+        Ok(ModelFile { map, header, draft })
+    }
+
+    /// The small model that the file has besides, to write ahead of this one.
+    pub fn draft(&self) -> Option<&Arc<ModelFile>> {
+        self.draft.as_ref()
+    }
+
+    /// The bytes of this model: all of the file, but for a draft model.
+    pub(super) fn own(&self) -> &[u8] {
+        &self.map[..self.header.end as usize]
     }
 
     /// Checks bytes as [`open`](Self::open) does, without a file: for tests and fuzzing.
@@ -109,9 +130,9 @@ impl ModelFile {
         &self.header.tensors
     }
 
-    /// Length of the file, bytes.
+    /// Length of the file, bytes, without a draft model in it.
     pub fn file_len(&self) -> u64 {
-        self.header.fixed.file_len
+        self.header.end
     }
 
     /// Hash of the header, and so of the model: the header holds a hash of every tensor.
@@ -158,7 +179,14 @@ impl ModelFile {
             }
             bytes += info.owned();
         }
-        Ok(Verified { tensors: self.header.tensors.len(), bytes })
+        let mut verified = Verified { tensors: self.header.tensors.len(), bytes };
+        if let Some(draft) = &self.draft {
+            let of = |error| FormatError::Draft { source: Box::new(error) };
+            let draft = draft.verify().map_err(of)?;
+            verified.tensors += draft.tensors;
+            verified.bytes += draft.bytes;
+        }
+        Ok(verified)
     }
 
     fn section(&self, kind: SectionKind) -> Option<&[u8]> {
@@ -194,7 +222,11 @@ impl Header {
         if header[used..].iter().any(|&b| b != 0) {
             return Err(FormatError::field("bytes after the last section", "zeros", "other bytes"));
         }
-        check_cover(&tensors, fixed)?;
+        let end = check_cover(&tensors, fixed)?;
+        if fixed.required & DRAFT != 0 {
+            let of = |error| FormatError::Draft { source: Box::new(error) };
+            Header::parse_draft(&bytes[end as usize..]).map_err(of)?;
+        }
         let mut by_name = HashMap::with_capacity(tensors.len());
         for (i, t) in tensors.iter().enumerate() {
             if by_name.insert(t.name.clone(), i).is_some() {
@@ -222,7 +254,15 @@ impl Header {
                 check_order(info, &bytes[info.offset as usize..][..info.len as usize])?;
             }
         }
-        Ok(Header { fixed, spec, generation, provenance, sections, tensors, by_name })
+        Ok(Header { fixed, spec, generation, provenance, sections, tensors, by_name, end })
+    }
+
+    /// The header of a draft model, which has none of its own.
+    fn parse_draft(bytes: &[u8]) -> Result<Header, FormatError> {
+        if Fixed::read(bytes)?.required & DRAFT != 0 {
+            return Err(FormatError::field("draft models of a draft model", 0, 1));
+        }
+        Header::parse(bytes)
     }
 }
 
@@ -303,8 +343,9 @@ fn read_tensors(mut table: &[u8], count: u32) -> Result<Vec<TensorInfo>, FormatE
     Ok(tensors)
 }
 
-/// Tensors must follow the header and each other page by page and end with the file.
-fn check_cover(tensors: &[TensorInfo], fixed: Fixed) -> Result<(), FormatError> {
+/// Tensors must follow the header and each other page by page and end with the file, or where a draft model begins.
+/// Returns the end.
+fn check_cover(tensors: &[TensorInfo], fixed: Fixed) -> Result<u64, FormatError> {
     let mut at = fixed.header_len;
     for t in tensors {
         if t.offset != at {
@@ -325,8 +366,8 @@ fn check_cover(tensors: &[TensorInfo], fixed: Fixed) -> Result<(), FormatError> 
             }
         })?;
     }
-    if at != fixed.file_len {
+    if fixed.required & DRAFT == 0 && at != fixed.file_len {
         return Err(FormatError::field("end of the last tensor", fixed.file_len, at));
     }
-    Ok(())
+    Ok(at)
 }

@@ -81,7 +81,6 @@ struct Row {
 
 /// Runs the command.
 pub fn main(args: SpecBenchArgs) -> Result<(), Box<dyn Error>> {
-    let rows = rows(&args)?;
     let file = open(&args.file)?;
     let text =
         TextModel::of(&file)?.ok_or("the file has no tokenizer; convert it from a folder with tokenizer.json")?;
@@ -91,7 +90,11 @@ pub fn main(args: SpecBenchArgs) -> Result<(), Box<dyn Error>> {
         let most = file.spec().max_context;
         return Err(format!("prompt and answer have {longest} tokens, the model was made for at most {most}").into());
     }
-    let small = args.engine.draft.as_ref().map(|path| draft::open(path, &file)).transpose()?;
+    let small = match &args.engine.draft {
+        Some(path) => Some(draft::open(path, &file)?),
+        None => file.draft().cloned(),
+    };
+    let rows = rows(&args, small.is_some())?;
     let options = EngineOptions { speculation: Speculation::OFF, context: longest, ..args.engine.options() };
     let mut engine = Engine::new(Arc::new(file), options)?;
     if let Some(small) = small {
@@ -112,11 +115,11 @@ pub fn main(args: SpecBenchArgs) -> Result<(), Box<dyn Error>> {
 }
 
 /// The rows to measure, without guesses first.
-fn rows(args: &SpecBenchArgs) -> Result<Vec<Row>, Usage> {
+fn rows(args: &SpecBenchArgs, draft: bool) -> Result<Vec<Row>, Usage> {
     let usual = || {
-        let names: &[Method] = match args.engine.draft {
-            Some(_) => &[Method::Ngram, Method::Draft, Method::Auto],
-            None => &[Method::Ngram, Method::Auto],
+        let names: &[Method] = match draft {
+            true => &[Method::Ngram, Method::Draft, Method::Auto],
+            false => &[Method::Ngram, Method::Auto],
         };
         names.iter().map(|&method| Speculation { method, ..Speculation::OFF }).collect()
     };
@@ -130,7 +133,7 @@ fn rows(args: &SpecBenchArgs) -> Result<Vec<Row>, Usage> {
     if let Some(k) = args.k.iter().find(|&&k| k > MOST) {
         return Err(Usage(format!("-k {k}: expected 0 to {MOST} guesses")));
     }
-    if methods.iter().any(|m| m.method == Method::Draft) && args.engine.draft.is_none() {
+    if methods.iter().any(|m| m.method == Method::Draft) && !draft {
         return Err(Usage("--methods draft: expected a small model, --draft FILE".into()));
     }
     let mut all = vec![Speculation::OFF];

@@ -157,7 +157,7 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
     let sequences = if args.batch.is_some() { batch::IN_FLIGHT } else { 1 };
     let options = args.engine.fitting(&file, EngineOptions { sequences, ..args.engine.options() })?;
     let most_context = file.spec().max_context;
-    let small = super::draft::of(&args.engine, &file);
+    let small = super::draft::of(&args.engine, &file, false);
     let small = small.map_err(|reason| RunError::Flag { flag: "--draft", reason })?;
     let progress = super::upload::progress(file.file_len());
     let mut engine = Engine::open(Arc::new(file), options, progress)?;
