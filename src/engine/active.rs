@@ -22,8 +22,8 @@ pub(super) struct Active {
     /// Tokens generated.
     generated: usize,
     vocab: usize,
-    /// What may come next, where there is a constraint: of each row whose token is chosen, as words.
-    allowed: Option<(TokenSet, Vec<u32>)>,
+    /// What may come next, where there is a constraint.
+    masks: Option<Masks>,
     ahead: Ahead,
     /// A copy of the constraint that follows the text, for guesses; made for the first.
     scout: Option<Box<dyn Grammar>>,
@@ -34,6 +34,24 @@ pub(super) struct Active {
     scores_told: bool,
     /// Sum of the hidden states so far, and of how many.
     sum: (Vec<f64>, usize),
+}
+
+/// What may come next.
+struct Masks {
+    /// After the text, if that was asked.
+    first: TokenSet,
+    asked: bool,
+    /// After some guesses.
+    ahead: TokenSet,
+    /// Of each row whose token is chosen in this step.
+    words: Vec<u32>,
+}
+
+impl Masks {
+    fn new(vocab: usize) -> Masks {
+        let [first, ahead] = [TokenSet::new(vocab), TokenSet::new(vocab)];
+        Masks { first, asked: false, ahead, words: vec![] }
+    }
 }
 
 /// What a step gave a request.
@@ -50,12 +68,12 @@ pub(super) enum Got {
 
 impl Active {
     pub fn new(request: Request, vocab: usize, ahead: Ahead) -> Active {
-        let allowed = request.constraint.is_some().then(|| (TokenSet::new(vocab), vec![]));
+        let masks = request.constraint.is_some().then(|| Masks::new(vocab));
         Active {
             request,
             generated: 0,
             vocab,
-            allowed,
+            masks,
             ahead,
             scout: None,
             patience: 3,
@@ -65,49 +83,71 @@ impl Active {
         }
     }
 
+    /// Asks the constraint what may come after the text, once for each text.
+    fn first(&mut self) -> Result<(), String> {
+        if let (Some(constraint), Some(masks)) = (&mut self.request.constraint, &mut self.masks)
+            && !masks.asked
+        {
+            masks.first.clear();
+            constraint.0.allow(&mut masks.first)?;
+            if masks.first.is_empty() {
+                return Err("it allows no token".into());
+            }
+            masks.asked = true;
+        }
+        Ok(())
+    }
+
     /// Asks the constraint what may come, after the text and after each guess. Returns how many guesses it allows.
     pub fn mask(&mut self, guesses: &[u32]) -> Result<usize, String> {
-        let (Some(constraint), Some((set, words))) = (&mut self.request.constraint, &mut self.allowed) else {
-            return Ok(guesses.len());
-        };
-        words.clear();
-        set.clear();
-        constraint.0.allow(set)?;
-        if set.is_empty() {
-            return Err("it allows no token".into());
+        self.first()?;
+        let Some(masks) = &mut self.masks else { return Ok(guesses.len()) };
+        masks.words.clear();
+        masks.words.extend_from_slice(masks.first.words());
+        if guesses.is_empty() || !masks.first.contains(guesses[0]) {
+            return Ok(0);
         }
-        words.extend_from_slice(set.words());
-        let Some(mut scout) = (if guesses.is_empty() { None } else { self.scout() }) else { return Ok(0) };
-        let Some((set, words)) = &mut self.allowed else { return Ok(0) };
+        let Some(mut scout) = self.scout() else { return Ok(0) };
+        let Some(masks) = &mut self.masks else { return Ok(0) };
         let started = Instant::now();
         let mut right = 0;
         for &guess in guesses {
-            if !set.contains(guess) || scout.follow(guess).is_err() || scout.ended() {
+            let allowed = if right == 0 { &masks.first } else { &masks.ahead };
+            if !allowed.contains(guess) || scout.follow(guess).is_err() || scout.ended() {
                 break;
             }
-            set.clear();
+            masks.ahead.clear();
             // What cannot be said now may be said, or fail, when it is its turn.
-            if scout.allow(set).is_err() || set.is_empty() {
+            if scout.allow(&mut masks.ahead).is_err() || masks.ahead.is_empty() {
                 break;
             }
-            words.extend_from_slice(set.words());
+            masks.words.extend_from_slice(masks.ahead.words());
             right += 1;
         }
         self.patience -= usize::from(started.elapsed() > SLOW).min(self.patience);
         Ok(right)
     }
 
-    /// At most `most` tokens that the constraint leaves no choice about.
+    /// At most `most` tokens that the constraint leaves no choice about. Where there is a choice, this costs no more than
+    /// the mask that the step needs anyway.
     pub fn forced(&mut self, most: usize) -> Vec<u32> {
         let mut tokens = vec![];
-        let Some(mut scout) = self.scout() else { return tokens };
-        let Some((set, _)) = &mut self.allowed else { return tokens };
+        // An error comes again when the step asks.
+        if self.first().is_err() {
+            return tokens;
+        }
+        let (Some(constraint), Some(masks)) = (&self.request.constraint, &self.masks) else { return tokens };
+        let mut next = constraint.0.one_way(&masks.first);
+        let Some(mut scout) = (if next.is_none() { None } else { self.scout() }) else { return tokens };
+        let Some(masks) = &mut self.masks else { return tokens };
         let started = Instant::now();
-        while tokens.len() < most && started.elapsed() <= SLOW {
-            set.clear();
-            let next = scout.allow(set).ok().and_then(|()| scout.one_way(set));
-            let Some(token) = next.filter(|&token| scout.follow(token).is_ok() && !scout.ended()) else { break };
+        while let Some(token) = next {
+            if tokens.len() == most || scout.follow(token).is_err() || scout.ended() || started.elapsed() > SLOW {
+                break;
+            }
             tokens.push(token);
+            masks.ahead.clear();
+            next = scout.allow(&mut masks.ahead).ok().and_then(|()| scout.one_way(&masks.ahead));
         }
         self.patience -= usize::from(started.elapsed() > SLOW).min(self.patience);
         tokens
@@ -192,7 +232,7 @@ impl Active {
             history,
             prompt_len: self.request.prompt.len(),
             logprobs: self.request.logprobs,
-            allowed: self.allowed.as_ref().map(|(_, words)| &words[..]),
+            allowed: self.masks.as_ref().map(|masks| &masks.words[..]),
         }
     }
 
@@ -265,7 +305,7 @@ impl Active {
                 told[i] = Some(logits.to_vec());
             }
             let history = History { tokens: &tokens[..known + i], prompt_len };
-            let allowed = self.allowed.as_ref().map(|(_, all)| &all[i * words..(i + 1) * words]);
+            let allowed = self.masks.as_ref().map(|masks| &masks.words[i * words..(i + 1) * words]);
             Distribution::of(logits, params, history, allowed)
         };
         let (right, next, error) = match rejection(&drafts, target, params.seed, known as u64) {
@@ -300,7 +340,7 @@ impl Active {
         }
         let row = rows.len() - self.vocab;
         let history = History { tokens, prompt_len: self.request.prompt.len() };
-        let allowed = self.allowed.as_ref().map(|(_, words)| &words[..]);
+        let allowed = self.masks.as_ref().map(|masks| &masks.words[..]);
         let (params, position) = (&self.request.sampling, tokens.len() as u64);
         let next = sample_allowed(&mut rows[row..], params, history, position, self.request.logprobs, allowed)?;
         Ok(Got::Tokens(vec![next], None))
@@ -321,6 +361,9 @@ impl Active {
         }
         if let Some(constraint) = &mut r.constraint {
             constraint.0.follow(token)?;
+            if let Some(masks) = &mut self.masks {
+                masks.asked = false;
+            }
             if self.scout.as_mut().is_some_and(|scout| scout.follow(token).is_err()) {
                 (self.scout, self.patience) = (None, 0);
             }

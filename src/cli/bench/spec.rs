@@ -85,7 +85,7 @@ pub fn main(args: SpecBenchArgs) -> Result<(), Box<dyn Error>> {
     let text =
         TextModel::of(&file)?.ok_or("the file has no tokenizer; convert it from a folder with tokenizer.json")?;
     let prompts = prompts(&args, &text)?;
-    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + args.tokens;
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0).saturating_add(args.tokens);
     if longest > file.spec().max_context {
         let most = file.spec().max_context;
         return Err(format!("prompt and answer have {longest} tokens, the model was made for at most {most}").into());

@@ -68,6 +68,8 @@ struct Choice {
     generated: usize,
     drafted: usize,
     accepted: usize,
+    /// Of the tokens of this step, the next so many were guessed.
+    guessed: usize,
     started: Option<Instant>,
     first: Option<Instant>,
     last: Option<Instant>,
@@ -92,6 +94,7 @@ impl Run {
             generated: 0,
             drafted: 0,
             accepted: 0,
+            guessed: 0,
             started: None,
             first: None,
             last: None,
@@ -141,12 +144,16 @@ impl Run {
             }
             Event::Guessed { drafted, accepted, .. } => {
                 choice.drafted += drafted;
-                choice.accepted += accepted;
+                choice.guessed = accepted;
             }
             Event::Prompt { tokens, .. } => self.ready.push_back((at, Update::Prompt(tokens))),
             Event::Embedding { values, .. } => self.ready.push_back((at, Update::Embedding(values))),
             Event::Token { id, logprob, top, .. } => {
                 choice.generated += 1;
+                // A stop text may end the answer within them.
+                let guessed = choice.guessed.min(1);
+                choice.guessed -= guessed;
+                choice.accepted += guessed;
                 if let Some(last) = choice.last.replace(now) {
                     self.state.metrics.token_gap(now - last);
                 }
