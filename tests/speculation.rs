@@ -380,7 +380,7 @@ fn answers_with_grammars_are_the_same_with_guesses() {
         let guesses = engine.stats().guesses;
         println!("{method}: {guesses:?}");
         if method.starts_with("grammar:") {
-            assert!(guesses.accepted > 100, "{guesses:?}");
+            assert!(guesses.accepted > 10, "{guesses:?}");
         }
     }
 }

@@ -16,6 +16,9 @@ use crate::{
 /// Masks of the guesses of a step usually take less; everybody waits for them.
 const SLOW: Duration = Duration::from_millis(3);
 
+/// So many times in a row they may take longer.
+const PATIENCE: usize = 3;
+
 /// A request in progress.
 pub(super) struct Active {
     request: Request,
@@ -27,7 +30,7 @@ pub(super) struct Active {
     ahead: Ahead,
     /// A copy of the constraint that follows the text, for guesses; made for the first.
     scout: Option<Box<dyn Grammar>>,
-    /// So many times more the masks of guesses may take long.
+    /// So many times more, in a row, the masks of guesses may take long.
     patience: usize,
     /// Logprobs of the prompt so far, its first token left out.
     scores: Vec<Score>,
@@ -76,7 +79,7 @@ impl Active {
             masks,
             ahead,
             scout: None,
-            patience: 3,
+            patience: PATIENCE,
             scores: vec![],
             scores_told: false,
             sum: (vec![], 0),
@@ -124,7 +127,7 @@ impl Active {
             masks.words.extend_from_slice(masks.ahead.words());
             right += 1;
         }
-        self.patience -= usize::from(started.elapsed() > SLOW).min(self.patience);
+        self.waited(started);
         Ok(right)
     }
 
@@ -149,8 +152,13 @@ impl Active {
             masks.ahead.clear();
             next = scout.allow(&mut masks.ahead).ok().and_then(|()| scout.one_way(&masks.ahead));
         }
-        self.patience -= usize::from(started.elapsed() > SLOW).min(self.patience);
+        self.waited(started);
         tokens
+    }
+
+    /// Masks of guesses that take long three times in a row are too dear; once may be somebody else's work.
+    fn waited(&mut self, since: Instant) {
+        self.patience = if since.elapsed() > SLOW { self.patience.saturating_sub(1) } else { PATIENCE };
     }
 
     /// Goes ahead of the constraint: `None` where there is none, or where its masks have taken long.
