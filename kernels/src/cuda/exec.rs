@@ -4,7 +4,7 @@
 //! whole. Tokens are chosen on the device and only they come back; where logits or logprobs are wanted, or a set of
 //! tokens is given, logits come back and the host chooses as it does for the CPU.
 
-use std::{collections::BTreeMap, ops::Range, sync::Arc};
+use std::{ops::Range, sync::Arc};
 
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     cpu::kv::{BLOCK, KvType},
-    exec::{Chunk, ChunkOutput, CpuExecutor, ExecError, Executor, Output, Plan, Ticket, check, kv_layers},
+    exec::{Chunk, ChunkOutput, CpuExecutor, ExecError, Executor, Output, Plan, Ready, Ticket, check, kv_layers},
     sample::{History, SampleError, Sampled, finish, sample_allowed},
 };
 
@@ -46,8 +46,7 @@ pub const HEAD_ROWS: usize = 64;
 /// A model on a device, or its last layers.
 pub struct CudaExecutor {
     forward: Forward,
-    ready: BTreeMap<u64, Vec<ChunkOutput>>,
-    next: u64,
+    ready: Ready,
 }
 
 /// Bytes that a model takes on a device.
@@ -126,7 +125,7 @@ impl CudaExecutor {
         drop(upload);
         let kv = KvPool::new(&device, &kv_layers(file.spec())[first..], options.blocks, options.kv)?;
         let forward = Forward::new(device, file, model, kv, options.form, rows_of(&options))?;
-        Ok(CudaExecutor { forward, ready: BTreeMap::new(), next: 0 })
+        Ok(CudaExecutor { forward, ready: Ready::default() })
     }
 
     /// Bytes of one KV block of a model's layers from `first` on.
@@ -351,13 +350,11 @@ impl Executor for CudaExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         check(plan, self.forward.spec(), self.blocks())?;
         let outputs = self.step(plan, None)?;
-        self.next += 1;
-        self.ready.insert(self.next, outputs);
-        Ok(Ticket::new(self.next))
+        Ok(self.ready.put(outputs))
     }
 
     fn collect(&mut self, ticket: Ticket) -> Result<Vec<ChunkOutput>, ExecError> {
-        self.ready.remove(&ticket.number()).ok_or(ExecError::Ticket(ticket.number()))
+        self.ready.take(&ticket)
     }
 
     fn blocks(&self) -> usize {

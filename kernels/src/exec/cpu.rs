@@ -1,10 +1,10 @@
 //! The CPU executor: the mapped file, KV memory, a team of threads, and plans checked before use.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
 use quern_models::{ModelFile, ModelSpec};
 
-use super::{ChunkOutput, ExecError, Executor, Plan, Ticket, check::check, forward::Forward, kv_layers};
+use super::{ChunkOutput, ExecError, Executor, Plan, Ready, Ticket, check::check, forward::Forward, kv_layers};
 use crate::{
     cores::default_threads,
     cpu::{
@@ -32,8 +32,7 @@ pub struct CpuOptions {
 pub struct CpuExecutor {
     forward: Forward,
     /// Outputs of submitted steps that were not collected yet.
-    ready: BTreeMap<u64, Vec<ChunkOutput>>,
-    next: u64,
+    ready: Ready,
 }
 
 impl CpuExecutor {
@@ -55,7 +54,7 @@ impl CpuExecutor {
         };
         let isa = Isa::best();
         let forward = Forward::new(file, kv, options.mode, Team::new(threads), isa, isa.simd());
-        Ok(CpuExecutor { forward, ready: BTreeMap::new(), next: 0 })
+        Ok(CpuExecutor { forward, ready: Ready::default() })
     }
 
     /// Bytes of one KV block of a model.
@@ -78,13 +77,11 @@ impl Executor for CpuExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         check(plan, self.forward.spec(), self.blocks())?;
         let outputs = if plan.chunks.is_empty() { vec![] } else { self.forward.step(plan) };
-        self.next += 1;
-        self.ready.insert(self.next, outputs);
-        Ok(Ticket(self.next))
+        Ok(self.ready.put(outputs))
     }
 
     fn collect(&mut self, ticket: Ticket) -> Result<Vec<ChunkOutput>, ExecError> {
-        self.ready.remove(&ticket.0).ok_or(ExecError::Ticket(ticket.0))
+        self.ready.take(&ticket)
     }
 
     fn blocks(&self) -> usize {

@@ -18,6 +18,8 @@ pub use cpu::{CpuExecutor, CpuOptions};
 pub use device::{Activations, Device, DeviceMemory, ExecOptions, HostMemory, block_bytes, device_memory, open};
 pub use split::SplitExecutor;
 
+use std::collections::BTreeMap;
+
 use crate::cpu::kv::KvLayer;
 use quern_models::{ModelSpec, spec::Attn};
 
@@ -90,13 +92,24 @@ impl Output<'_> {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket(u64);
 
-impl Ticket {
-    pub(crate) fn new(number: u64) -> Ticket {
-        Ticket(number)
+/// Outputs of submitted steps that were not collected yet.
+#[derive(Default)]
+pub(crate) struct Ready {
+    outputs: BTreeMap<u64, Vec<ChunkOutput>>,
+    next: u64,
+}
+
+impl Ready {
+    /// Keeps a step's outputs under a new ticket.
+    pub fn put(&mut self, outputs: Vec<ChunkOutput>) -> Ticket {
+        self.next += 1;
+        self.outputs.insert(self.next, outputs);
+        Ticket(self.next)
     }
 
-    pub(crate) fn number(&self) -> u64 {
-        self.0
+    /// Hands them out, once.
+    pub fn take(&mut self, ticket: &Ticket) -> Result<Vec<ChunkOutput>, ExecError> {
+        self.outputs.remove(&ticket.0).ok_or(ExecError::Ticket(ticket.0))
     }
 }
 

@@ -11,11 +11,11 @@
 //! otherwise they take turns. Each promises that a row does not depend on its company, so together they do, too. Each
 //! has the activations that are usual there; int8 is on both, and f32, exact mode.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
 use quern_models::{ModelFile, ModelSpec};
 
-use super::{ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Plan, Ticket, check::check};
+use super::{ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Plan, Ready, Ticket, check::check};
 use crate::cuda::{CudaExecutor, CudaOptions};
 
 /// A model on the CPU and a GPU.
@@ -25,8 +25,7 @@ pub struct SplitExecutor {
     cuda: CudaExecutor,
     /// Layers on the CPU.
     first: usize,
-    ready: BTreeMap<u64, Vec<ChunkOutput>>,
-    next: u64,
+    ready: Ready,
 }
 
 impl SplitExecutor {
@@ -44,7 +43,7 @@ impl SplitExecutor {
         assert_eq!(cpu.blocks, cuda.blocks, "a block has its slots in every layer");
         let cpu = CpuExecutor::first(file.clone(), cpu, first)?;
         let cuda = CudaExecutor::last(file.clone(), cuda, first, progress)?;
-        Ok(SplitExecutor { file, cpu, cuda, first, ready: BTreeMap::new(), next: 0 })
+        Ok(SplitExecutor { file, cpu, cuda, first, ready: Ready::default() })
     }
 
     fn spec(&self) -> &ModelSpec {
@@ -61,13 +60,11 @@ impl Executor for SplitExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         check(plan, self.spec(), self.blocks())?;
         let outputs = self.cuda.step(plan, Some(&mut self.cpu))?;
-        self.next += 1;
-        self.ready.insert(self.next, outputs);
-        Ok(Ticket::new(self.next))
+        Ok(self.ready.put(outputs))
     }
 
     fn collect(&mut self, ticket: Ticket) -> Result<Vec<ChunkOutput>, ExecError> {
-        self.ready.remove(&ticket.number()).ok_or(ExecError::Ticket(ticket.number()))
+        self.ready.take(&ticket)
     }
 
     fn blocks(&self) -> usize {
