@@ -49,7 +49,8 @@ pub enum Accept {
 pub struct Speculation {
     /// What guesses.
     pub method: Method,
-    /// Always so many tokens, where there is a guess; `None`: as many as pay.
+    /// So many tokens, where there is a guess, whether or not they pay; `None`: as many as pay. Of a request beside others
+    /// it is the most.
     pub fixed: Option<usize>,
     /// When a guess is right.
     pub accept: Accept,

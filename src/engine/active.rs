@@ -4,7 +4,10 @@ use std::time::{Duration, Instant};
 
 use quern_kernels::{
     exec::{ChunkOutput, Output},
-    sample::{Distribution, Draft, History, SampleError, Sampled, SamplingParams, logprobs, rejection, sample_allowed},
+    sample::{
+        Distribution, Draft, History, SampleError, Sampled, SamplingParams, logprobs, matching, rejection,
+        sample_allowed,
+    },
 };
 
 use super::{Failure, Finish, Grammar, Pooling, Request, Score, TokenSet, ahead::Ahead};
@@ -254,19 +257,24 @@ impl Active {
     ) -> Result<Got, Failure> {
         match output {
             ChunkOutput::Tokens(sampled) => {
-                let (mut next, guesses) = (vec![], &tokens[tokens.len() - share.guesses..]);
-                for (i, sampled) in sampled.into_iter().enumerate() {
-                    let sampled = match sampled {
-                        Ok(sampled) => sampled,
-                        Err(error) => return Ok(Got::Tokens(next, Some(error))),
-                    };
-                    let right = guesses.get(i) == Some(&sampled.token);
-                    next.push(sampled);
-                    if !right {
-                        break;
+                let (mut next, mut error) = (vec![], None);
+                for sampled in sampled {
+                    match sampled {
+                        Ok(sampled) => next.push(sampled),
+                        Err(reason) => {
+                            error = Some(reason);
+                            break;
+                        }
                     }
                 }
-                Ok(Got::Tokens(next, None))
+                let chosen: Vec<u32> = next.iter().map(|sampled| sampled.token).collect();
+                let right = matching(&tokens[tokens.len() - share.guesses..], &chosen);
+                // Behind a wrong guess nothing was asked.
+                if right < next.len() {
+                    next.truncate(right + 1);
+                    error = None;
+                }
+                Ok(Got::Tokens(next, error))
             }
             ChunkOutput::Hidden(states) => Ok(self.pool(share, start, states)),
             ChunkOutput::Logits(rows) if share.guesses > 0 => Ok(self.verdict(share, rows, tokens)),
