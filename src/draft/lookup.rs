@@ -16,7 +16,7 @@ pub struct Past {
     texts: u32,
 }
 
-/// Tokens of a half: some 6 MB with all that is kept about them.
+/// Tokens of a half; about each are kept at most two states and three edges.
 const HALF: usize = 32 << 10;
 
 /// Between two texts stands what is no token of any model, and never twice the same.
@@ -39,7 +39,7 @@ impl Past {
     }
 }
 
-/// Tokens of a prompt that are looked up, the last ones: some 3 MB of each text, and the time of a step.
+/// Tokens of a prompt that are looked up, the last ones: a bound of the memory for a text and of the time to read it.
 const MOST: usize = 16 << 10;
 
 /// One text in progress, and where it stands in the past.

@@ -34,7 +34,7 @@ pub struct SpecBenchArgs {
     /// Prompts to take, the first of the file
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = positive)]
     count: usize,
-    /// Most tokens of a prompt; the rest is left out
+    /// Most tokens of a prompt; the rest is left out, and with --chat the whole prompt
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = positive)]
     prompt_tokens: usize,
     /// Ask as a chat, by the model's template
