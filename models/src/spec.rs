@@ -9,9 +9,13 @@
 //! `layers.i.{gate,up,down}`. A bias is `NAME_bias`, the order of columns `layers.i.{attn,o,mlp}_order`
 //! and `head_order`. Which of them there are, the spec says ([`ModelSpec::tensors`]).
 
+mod head;
+
 use serde::{Deserialize, Serialize};
 
-/// A whole decoder.
+pub use head::{Head, HeadKind, JoinedMethod, States};
+
+/// A whole decoder, or a head of one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelSpec {
@@ -35,6 +39,9 @@ pub struct ModelSpec {
     /// Rows of a table of learned positions, of which row `p` is added to the embedding of the token at `p`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub positions: Option<usize>,
+    /// It is no model: it guesses a model's tokens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guesses: Option<Head>,
 }
 
 fn is_false(b: &bool) -> bool {
@@ -69,6 +76,8 @@ pub enum Norm {
         /// Added to the variance.
         eps: f32,
     },
+    /// `x`: no norm, no weights. In heads only.
+    Identity,
 }
 
 impl Norm {
@@ -76,7 +85,13 @@ impl Norm {
     pub fn eps(&self) -> f32 {
         match *self {
             Norm::Rms { eps } | Norm::Layer { eps } => eps,
+            Norm::Identity => 0.0,
         }
+    }
+
+    /// Whether there are weights.
+    pub fn weighted(&self) -> bool {
+        !matches!(self, Norm::Identity)
     }
 
     /// Whether there is a bias.
@@ -263,7 +278,13 @@ impl ModelSpec {
         size("vocab", self.vocab, MAX_SIZE)?;
         size("hidden", self.hidden, MAX_SIZE)?;
         size("max_context", self.max_context, MAX_SIZE)?;
-        size("the number of layers", self.layers.len(), MAX_LAYERS)?;
+        match &self.guesses {
+            Some(head) => head.check(self)?,
+            None => size("the number of layers", self.layers.len(), MAX_LAYERS)?,
+        }
+        if self.layers.len() > MAX_LAYERS {
+            return Err(SpecError(format!("{} layers, expected at most {MAX_LAYERS}", self.layers.len())));
+        }
         if let Some(rows) = self.positions {
             size("positions", rows, MAX_SIZE)?;
             if rows < self.max_context {
@@ -278,7 +299,12 @@ impl ModelSpec {
         let qk = self.layers.iter().filter_map(|l| match &l.attn {
             Attn::Gqa { qk_norm, .. } => qk_norm.as_ref(),
         });
-        for eps in norms.chain(qk).map(Norm::eps) {
+        let heads = self.guesses.iter().flat_map(Head::norms);
+        for norm in norms.chain(qk).chain(heads) {
+            if !norm.weighted() && self.guesses.is_none() {
+                return Err(SpecError("a model's layer without a norm, which only heads have".into()));
+            }
+            let eps = norm.eps();
             if !(eps.is_finite() && eps >= 0.0) {
                 return Err(SpecError(format!("a norm's eps is {eps}, expected a finite number of at least 0")));
             }
@@ -303,7 +329,7 @@ impl ModelSpec {
             if let Some(window) = window {
                 size(&format!("layer {i}: window"), *window, MAX_SIZE)?;
             }
-            if qk_norm.as_ref().is_some_and(Norm::biased) {
+            if qk_norm.as_ref().is_some_and(|norm| norm.biased() || !norm.weighted()) {
                 return Err(SpecError(format!("layer {i}: the norm of q and k must be an RMS norm")));
             }
             if let Some(rope) = rope {
@@ -331,27 +357,33 @@ impl ModelSpec {
             }
         };
         let hidden = self.hidden;
-        need(&mut all, "embed".into(), &[self.vocab, hidden]);
+        if self.embeds() {
+            need(&mut all, "embed".into(), &[self.known_tokens(), hidden]);
+        }
         if let Some(rows) = self.positions {
             need(&mut all, "positions".into(), &[rows, hidden]);
+        }
+        if let Some(head) = &self.guesses {
+            self.input_of(head, &mut all);
         }
         for (i, layer) in self.layers.iter().enumerate() {
             let Attn::Gqa { heads, kv_heads, head_dim, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } =
                 layer.attn;
             let (q, kv) = (heads * head_dim, kv_heads * head_dim);
             let (inner, all, at) = (layer.mlp.inner(), &mut all, format!("layers.{i}."));
-            vectors(all, &["attn_norm"], true, &at, hidden);
+            let width = self.attn_width(i);
+            vectors(all, &["attn_norm"], layer.attn_norm.weighted(), &at, hidden);
             vectors(all, &["attn_norm_bias"], layer.attn_norm.biased(), &at, hidden);
-            order(all, format!("{at}attn_order"), attn_order, hidden);
+            order(all, format!("{at}attn_order"), attn_order, width);
             for (name, n) in [("q", q), ("k", kv), ("v", kv)] {
-                need(all, format!("{at}{name}"), &[n, hidden]);
+                need(all, format!("{at}{name}"), &[n, width]);
                 vectors(all, &["_bias"], qkv_bias, &format!("{at}{name}"), n);
             }
             vectors(all, &["q_norm", "k_norm"], qk_norm.is_some(), &at, head_dim);
             order(all, format!("{at}o_order"), o_order, q);
             need(all, format!("{at}o"), &[hidden, q]);
             vectors(all, &["o_bias"], o_bias, &at, hidden);
-            vectors(all, &["mlp_norm"], true, &at, hidden);
+            vectors(all, &["mlp_norm"], layer.mlp_norm.weighted(), &at, hidden);
             vectors(all, &["mlp_norm_bias"], layer.mlp_norm.biased(), &at, hidden);
             let (names, bias, mlp_order) = match layer.mlp {
                 Mlp::Gated { bias, mlp_order, .. } => (&["gate", "up"][..], bias, mlp_order),
@@ -365,13 +397,73 @@ impl ModelSpec {
             need(all, format!("{at}down"), &[hidden, inner]);
             vectors(all, &["down_bias"], bias, &at, hidden);
         }
-        vectors(&mut all, &["norm"], true, "", hidden);
+        vectors(&mut all, &["norm"], self.norm.weighted(), "", hidden);
         vectors(&mut all, &["norm_bias"], self.norm.biased(), "", hidden);
-        if !self.tied_head {
+        if !self.tied_head && self.has_head() {
             order(&mut all, "head_order".into(), self.head_order, hidden);
             need(&mut all, "head".into(), &[self.vocab, hidden]);
         }
         all
+    }
+
+    /// Tokens that may come in.
+    pub fn known_tokens(&self) -> usize {
+        self.guesses.as_ref().map_or(self.vocab, |head| head.model_vocab)
+    }
+
+    /// Numbers that q, k and v of a layer read.
+    pub fn attn_width(&self, layer: usize) -> usize {
+        let wide = layer == 0 && matches!(self.guesses, Some(Head { kind: HeadKind::Wide { .. }, .. }));
+        if wide { 2 * self.hidden } else { self.hidden }
+    }
+
+    /// Whether there is a tensor `embed`.
+    fn embeds(&self) -> bool {
+        let own = |head: &Head| !head.shared_embed && !matches!(head.kind, HeadKind::Medusa { .. });
+        self.guesses.as_ref().is_none_or(own)
+    }
+
+    /// Whether there is a tensor `head` if it is not `embed`.
+    fn has_head(&self) -> bool {
+        let own = |head: &Head| !head.shared_head && !matches!(head.kind, HeadKind::Medusa { .. });
+        self.guesses.as_ref().is_none_or(own)
+    }
+
+    /// Tensors of a head besides those of its layers.
+    fn input_of(&self, head: &Head, all: &mut Vec<Needed>) {
+        let mut need = |name: String, dims: &[usize]| {
+            all.push(Needed { name, dims: dims.iter().map(|&d| d as u64).collect(), order: false });
+        };
+        let hidden = self.hidden;
+        if head.fuses() {
+            need("fuse".into(), &[hidden, head.width()]);
+        }
+        for (name, norm) in ["embed_norm", "state_norm"].iter().rev().zip(head.norms().into_iter().rev()) {
+            if norm.weighted() {
+                need(name.to_string(), &[hidden]);
+            }
+            if norm.biased() {
+                need(format!("{name}_bias"), &[hidden]);
+            }
+        }
+        if let HeadKind::Joined { bias, .. } = head.kind {
+            need("project".into(), &[hidden, 2 * hidden]);
+            if bias {
+                need("project_bias".into(), &[hidden]);
+            }
+        }
+        if let HeadKind::Medusa { guesses, depth } = head.kind {
+            for i in 0..guesses {
+                for j in 0..depth {
+                    need(format!("guess.{i}.block.{j}"), &[hidden, hidden]);
+                    need(format!("guess.{i}.block.{j}_bias"), &[hidden]);
+                }
+                need(format!("guess.{i}.head"), &[self.vocab, hidden]);
+            }
+        }
+        if head.mapped {
+            need("tokens".into(), &[self.vocab]);
+        }
     }
 }
 

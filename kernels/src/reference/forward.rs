@@ -68,6 +68,7 @@ impl<'a> Tensors<'a> {
         let one = |row: &Vec<f32>| match *norm {
             Norm::Rms { eps } => rms_norm(row, &weight, eps),
             Norm::Layer { eps } => layer_norm(row, &weight, &bias, eps),
+            Norm::Identity => unreachable!("a model has norms"),
         };
         x.iter().map(|row| one(row).iter().map(|&y| y as f32).collect()).collect()
     }

@@ -49,6 +49,7 @@ pub fn plain(tied: bool) -> ModelSpec {
         tied_head: tied,
         head_order: false,
         positions: None,
+        guesses: None,
     }
 }
 

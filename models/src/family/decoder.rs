@@ -142,6 +142,7 @@ impl Decoder {
             tied_head: self.tied,
             head_order: false,
             positions: None,
+            guesses: None,
         };
         let warnings = config.finish()?;
         Ok(FamilyPlan { rules: self.rules(), spec, ignore: &["rotary_emb.inv_freq"], others: &[], warnings })

@@ -2,7 +2,7 @@
 
 use quern_models::{
     ModelSpec,
-    spec::{Act, Attn, Layer, Mlp, Rope, RopeScaling},
+    spec::{Act, Attn, Layer, Mlp, Norm, Rope, RopeScaling},
 };
 
 /// Positions, windows, norms and biases of attention: `rope 10000 in 27 of 36 layers; window 4096; RMS norms`.
@@ -14,8 +14,12 @@ pub(super) fn attention(spec: &ModelSpec) -> String {
     parts.extend(kinds(spec, |l| of(l).rope.map(rope)));
     parts.extend(kinds(spec, |l| of(l).window.map(|w| format!("window {w}"))));
     parts.extend(kinds(spec, |l| of(l).qk_norm.then(|| "norms of q and k heads".into())));
-    let norm = |biased: bool| Some(if biased { "layer norms" } else { "RMS norms" }.to_string());
-    parts.extend(kinds(spec, |l| norm(l.attn_norm.biased())));
+    let norm = |norm: &Norm| match norm {
+        Norm::Rms { .. } => Some("RMS norms".to_string()),
+        Norm::Layer { .. } => Some("layer norms".to_string()),
+        Norm::Identity => None,
+    };
+    parts.extend(kinds(spec, |l| norm(&l.attn_norm)));
     parts.extend(kinds(spec, |l| biases(&[(of(l).qkv_bias, "q, k, v"), (of(l).o_bias, "o")])));
     parts.extend(kinds(spec, |l| of(l).ordered.then(|| "act-order".into())));
     parts.join("; ")

@@ -77,7 +77,8 @@ impl Input {
     pub fn new(file: &ModelFile, name: &str, norm: &Norm, order: Option<String>) -> Input {
         let bias = if norm.biased() { vector(file, &format!("{name}_bias")) } else { vec![] };
         let order = order.map_or(vec![], |o| columns(file, &o));
-        Input { norm: norm.clone(), weight: vector(file, name), bias, order }
+        let weight = if norm.weighted() { vector(file, name) } else { vec![] };
+        Input { norm: norm.clone(), weight, bias, order }
     }
 
     /// The normed row as the linear layers take it, `[hidden]`; in one of the two buffers.
@@ -92,6 +93,7 @@ impl Input {
         match self.norm {
             Norm::Rms { eps } => ops::rms_norm(simd, x, &self.weight, eps, out),
             Norm::Layer { eps } => ops::layer_norm(simd, x, &self.weight, &self.bias, eps, out),
+            Norm::Identity => out.copy_from_slice(x),
         }
     }
 }
