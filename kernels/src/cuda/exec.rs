@@ -18,7 +18,10 @@ use super::{
 };
 use crate::{
     cpu::kv::{BLOCK, KvType},
-    exec::{Chunk, ChunkOutput, CpuExecutor, ExecError, Executor, Output, Plan, Ready, Ticket, check, kv_layers},
+    exec::{
+        Chunk, ChunkOutput, CpuExecutor, ExecError, Executor, HeadExecutor, Output, Plan, Ready, Ticket, check,
+        kv_layers,
+    },
     sample::{History, SampleError, Sampled, finish, sample_allowed},
 };
 
@@ -375,6 +378,15 @@ impl Executor for CudaExecutor {
 
     fn write_block(&mut self, block: u32, from: &[u8]) -> Result<(), ExecError> {
         Ok(self.forward.kv_mut().write_block(block, from)?)
+    }
+
+    fn head(&mut self, _: Arc<ModelFile>) -> Result<Box<dyn HeadExecutor>, ExecError> {
+        let (expected, got) = ("a model on the CPU".into(), self.describe());
+        Err(ExecError::Head { what: "needs", expected, got })
+    }
+
+    fn states(&mut self) -> Result<&[f32], ExecError> {
+        Ok(&[])
     }
 
     fn describe(&self) -> String {

@@ -1,8 +1,8 @@
 //! Plans are checked before a device uses them: a wrong one would write where it must not.
 
-use quern_models::ModelSpec;
+use quern_models::{ModelSpec, spec::States};
 
-use super::{ExecError, NO_BLOCK, Output, Plan};
+use super::{ExecError, Fed, NO_BLOCK, Output, Plan};
 use crate::cpu::kv::BLOCK;
 
 /// Refuses a plan that contradicts itself, the model, or the number of KV blocks.
@@ -12,8 +12,8 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
         if c.tokens.is_empty() {
             return bad("tokens", "at least 1".into(), "0".into());
         }
-        if let Some(t) = c.tokens.iter().find(|&&t| t as usize >= spec.vocab) {
-            return bad("token", format!("below {}", spec.vocab), t.to_string());
+        if let Some(t) = c.tokens.iter().find(|&&t| t as usize >= spec.known_tokens()) {
+            return bad("token", format!("below {}", spec.known_tokens()), t.to_string());
         }
         if let Some(rows) = spec.positions.filter(|&rows| c.start + c.tokens.len() > rows) {
             return bad("position", format!("below {rows}"), (c.start + c.tokens.len() - 1).to_string());
@@ -31,7 +31,7 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
             return bad("first output row", format!("at most {}", c.tokens.len()), c.output.from(0).to_string());
         }
         if let Output::Tokens { history, .. } = &c.output
-            && history.len() != c.start + c.tokens.len()
+            && history.len() != c.start + c.tokens.len() + usize::from(spec.guesses.is_some())
         {
             return bad("history", (c.start + c.tokens.len()).to_string(), history.len().to_string());
         }
@@ -51,4 +51,41 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
         }
     }
     Ok(())
+}
+
+/// Refuses states that do not fit a checked plan of a head.
+pub(crate) fn check_fed(plan: &Plan, fed: &Fed, spec: &ModelSpec) -> Result<(), ExecError> {
+    let (states, width) = match fed {
+        Fed::Nothing => {
+            return Err(ExecError::Head { what: "reads", expected: "states".into(), got: "nothing".into() });
+        }
+        Fed::Model(states) => (states, spec.guesses.as_ref().map_or(0, |head| head.width())),
+        Fed::Own(states) => (states, spec.hidden),
+    };
+    let wanted = plan.chunks.iter().map(|c| c.tokens.len() * width);
+    let got = states.iter().map(|s| s.len());
+    if !wanted.clone().eq(got.clone()) {
+        let shown = |all: &mut dyn Iterator<Item = usize>| format!("{:?} numbers", all.collect::<Vec<_>>());
+        let (expected, got) = (shown(&mut wanted.into_iter()), shown(&mut got.into_iter()));
+        return Err(ExecError::Head { what: "reads", expected, got });
+    }
+    Ok(())
+}
+
+/// Refuses a head that is of another model.
+pub(crate) fn check_head(model: &ModelSpec, spec: &ModelSpec) -> Result<(), ExecError> {
+    let bad = |what, expected: String, got: String| Err(ExecError::Head { what, expected, got });
+    let Some(head) = &spec.guesses else { return bad("is", "a head".into(), "a model".into()) };
+    if head.model_hidden != model.hidden {
+        return bad("reads states of width", model.hidden.to_string(), head.model_hidden.to_string());
+    }
+    if head.model_vocab != model.vocab {
+        return bad("guesses tokens of a model that has", model.vocab.to_string(), head.model_vocab.to_string());
+    }
+    match &head.states {
+        States::Before { layers } if layers.last().is_some_and(|&last| last > model.layers.len()) => {
+            bad("reads states before layers", format!("at most {}", model.layers.len()), format!("{layers:?}"))
+        }
+        _ => Ok(()),
+    }
 }

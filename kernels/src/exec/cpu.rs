@@ -4,7 +4,12 @@ use std::sync::Arc;
 
 use quern_models::{ModelFile, ModelSpec};
 
-use super::{ChunkOutput, ExecError, Executor, Plan, Ready, Ticket, check::check, forward::Forward, kv_layers};
+use super::{
+    ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Plan, Ready, Ticket,
+    check::{check, check_fed, check_head},
+    forward::Forward,
+    kv_layers,
+};
 use crate::{
     cores::default_threads,
     cpu::{
@@ -53,7 +58,7 @@ impl CpuExecutor {
             n => n,
         };
         let isa = Isa::best();
-        let forward = Forward::new(file, kv, options.mode, Team::new(threads), isa, isa.simd());
+        let forward = Forward::new(file, kv, options.mode, Arc::new(Team::new(threads)), isa, isa.simd());
         Ok(CpuExecutor { forward, ready: Ready::default() })
     }
 
@@ -111,7 +116,46 @@ impl Executor for CpuExecutor {
         Ok(())
     }
 
+    fn head(&mut self, file: Arc<ModelFile>) -> Result<Box<dyn HeadExecutor>, ExecError> {
+        check_head(self.forward.spec(), file.spec())?;
+        let (layers, blocks, kind) = (kv_layers(file.spec()), self.blocks(), self.forward.kv().kind());
+        let bytes = KvMemory::block_bytes(&layers, kind).saturating_mul(blocks);
+        let kv = KvMemory::new(&layers, blocks, kind).ok_or(ExecError::Memory { bytes, blocks })?;
+        let head = file.spec().guesses.as_ref().expect("checked above");
+        self.forward.keep(head.states.clone());
+        Ok(Box::new(CpuHead { forward: self.forward.head_of(&self.forward.file().clone(), file, kv) }))
+    }
+
+    fn states(&mut self) -> Result<&[f32], ExecError> {
+        Ok(self.forward.states())
+    }
+
     fn describe(&self) -> String {
         self.forward.describe()
+    }
+}
+
+/// A head of a model on the CPU. It runs on the model's threads, between its steps.
+pub struct CpuHead {
+    forward: Forward,
+}
+
+impl HeadExecutor for CpuHead {
+    fn guess(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<ChunkOutput>, ExecError> {
+        check(plan, self.forward.spec(), self.forward.kv().blocks())?;
+        check_fed(plan, fed, self.forward.spec())?;
+        Ok(if plan.chunks.is_empty() { vec![] } else { self.forward.guess(plan, fed) })
+    }
+
+    fn own(&mut self) -> Result<&[f32], ExecError> {
+        Ok(self.forward.states())
+    }
+
+    fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
+        let blocks = self.forward.kv().blocks();
+        assert!((from as usize) < blocks && (to as usize) < blocks, "block {from} or {to}");
+        // SAFETY: `&mut self`: no pass is running, so nobody reads or writes either block.
+        unsafe { self.forward.kv().copy_block(from, to) };
+        Ok(())
     }
 }

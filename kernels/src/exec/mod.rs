@@ -14,14 +14,14 @@ mod split;
 
 pub(crate) use angles::Angles;
 pub(crate) use check::check;
-pub use cpu::{CpuExecutor, CpuOptions};
+pub use cpu::{CpuExecutor, CpuHead, CpuOptions};
 pub use device::{Activations, Device, DeviceMemory, ExecOptions, HostMemory, block_bytes, device_memory, open};
 pub use split::SplitExecutor;
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use crate::cpu::kv::KvLayer;
-use quern_models::{ModelSpec, spec::Attn};
+use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
 use crate::sample::{SampleError, Sampled, SamplingParams};
 
@@ -31,6 +31,24 @@ pub struct Plan<'a> {
     /// Chunks, each of another sequence. A chunk may be a whole prompt, a part of it or one token:
     /// it is computed the same way.
     pub chunks: Vec<Chunk<'a>>,
+}
+
+impl Plan<'_> {
+    /// New tokens of all sequences.
+    pub fn rows(&self) -> usize {
+        self.chunks.iter().map(|c| c.tokens.len()).sum()
+    }
+}
+
+/// What the rows of a head are fed besides tokens: for each chunk `[tokens][width]`.
+#[derive(Debug)]
+pub enum Fed<'a> {
+    /// Nothing: a model, or a pass that needs none.
+    Nothing,
+    /// The model's states, as [`Executor::states`] gives them.
+    Model(Vec<&'a [f32]>),
+    /// What the head itself gave in the pass before ([`HeadExecutor::own`]).
+    Own(Vec<&'a [f32]>),
 }
 
 /// New tokens of one sequence.
@@ -190,6 +208,16 @@ pub enum ExecError {
         /// Layers there are; none where the device is no GPU.
         most: usize,
     },
+    /// A head that cannot guess for this model.
+    #[error("the head {what}: expected {expected}, got {got}")]
+    Head {
+        /// Property concerned.
+        what: &'static str,
+        /// What would be right.
+        expected: String,
+        /// What was found.
+        got: String,
+    },
     /// The GPU cannot do it, or failed.
     #[error(transparent)]
     Cuda(#[from] crate::cuda::CudaError),
@@ -219,8 +247,28 @@ pub trait Executor: Send {
     /// Puts back what [`Executor::read_block`] gave.
     fn write_block(&mut self, block: u32, from: &[u8]) -> Result<(), ExecError>;
 
+    /// A head of this model, on the same device, with as many KV blocks; from the next step on the states that it
+    /// reads are kept. It replaces one that was there.
+    fn head(&mut self, file: Arc<ModelFile>) -> Result<Box<dyn HeadExecutor>, ExecError>;
+
+    /// States of all rows of the last step, in plan order, `[rows][width]`, where there is a head.
+    fn states(&mut self) -> Result<&[f32], ExecError>;
+
     /// Numeric mode and instruction set, as shown to people: `int8 activations, f16 KV, avx2, 2 threads`.
     fn describe(&self) -> String;
+}
+
+/// A head on a device: it guesses a model's tokens from its states. What rows are: [`quern_models::spec::Head`].
+pub trait HeadExecutor: Send {
+    /// Reads rows and guesses. [`Output::Tokens`] and [`Output::Logits`] are of the model's tokens; a history has the
+    /// token of the row it ends with. Medusa and blocks give all their guesses after the last row of a chunk.
+    fn guess(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<ChunkOutput>, ExecError>;
+
+    /// What all rows of the last pass gave for the next, `[rows][hidden]`.
+    fn own(&mut self) -> Result<&[f32], ExecError>;
+
+    /// Copies a block's keys and values, as the model does.
+    fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError>;
 }
 
 /// Positions below it are seen by no layer from the row at `pos` on.

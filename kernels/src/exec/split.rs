@@ -15,7 +15,9 @@ use std::sync::Arc;
 
 use quern_models::{ModelFile, ModelSpec};
 
-use super::{ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Plan, Ready, Ticket, check::check};
+use super::{
+    ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, HeadExecutor, Plan, Ready, Ticket, check::check,
+};
 use crate::cuda::{CudaExecutor, CudaOptions};
 
 /// A model on the CPU and a GPU.
@@ -93,6 +95,15 @@ impl Executor for SplitExecutor {
     }
 
     /// The CPU comes last: whoever leaves out the threads, which make no difference, looks for them at the end.
+    fn head(&mut self, _: Arc<ModelFile>) -> Result<Box<dyn HeadExecutor>, ExecError> {
+        let (expected, got) = ("a model on the CPU".into(), self.describe());
+        Err(ExecError::Head { what: "needs", expected, got })
+    }
+
+    fn states(&mut self) -> Result<&[f32], ExecError> {
+        Ok(&[])
+    }
+
     fn describe(&self) -> String {
         let (first, last) = (self.first, self.spec().layers.len() - self.first);
         let s = |n: usize| if n == 1 { "" } else { "s" };

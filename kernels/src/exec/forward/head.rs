@@ -5,9 +5,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use quern_models::PANEL;
+use quern_models::{ModelSpec, PANEL};
 
-use super::{Forward, Readers, linear::Linear, tensors::Input};
+use super::{Forward, Readers, guess::Guess, linear::Linear, tensors::Input};
 use crate::{
     cpu::{
         lanes::Simd,
@@ -28,6 +28,13 @@ pub(super) struct Heads {
     max: Vec<f32>,
     more: Vec<f32>,
     scratch: Scratch,
+    /// Of a head: the model's token of each of its own (empty: they are the same), and how many the model has.
+    tokens: Vec<u32>,
+    model_vocab: usize,
+    /// A head's row guesses the token behind the next.
+    ahead: usize,
+    /// Logits by the model's tokens.
+    spread: Vec<f32>,
 }
 
 /// A row of the head.
@@ -80,10 +87,13 @@ impl Forward {
             for i in of_head(chunk) {
                 let need = match &chunk.output {
                     Output::Tokens { params, logprobs, allowed: None, .. } => {
-                        Need::of(params, vocab, position(chunk, i), *logprobs)
+                        Need::of(params, vocab, self.bufs.heads.position(chunk, i), *logprobs)
                     }
                     _ => Need::Logits,
                 };
+                // Penalties, biases and noise are of the model's tokens.
+                let spread = !self.bufs.heads.tokens.is_empty() && need != Need::Best;
+                let need = if spread { Need::Logits } else { need };
                 let keeps = need != Need::Best;
                 rows.push(Row {
                     from: row + i,
@@ -138,7 +148,7 @@ impl Forward {
             return;
         }
         self.norm_into_acts(Readers::Head, Some(&wanted), wanted.len());
-        let w = self.file.view(self.head);
+        let w = self.head.as_ref().expect("whatever has layers has it").view();
         let Heads { rows, logits, max, more, .. } = &mut self.bufs.heads;
         let (logits, max, more) = (Disjoint::new(logits), Disjoint::new(max), Disjoint::new(more));
         let (simd, rows) = (self.simd, &*rows);
@@ -187,19 +197,39 @@ fn normed(simd: Simd, norm: &Input, x: &[f32], hidden: usize, rows: std::ops::Ra
     out
 }
 
-/// Position of the token that follows row `i` of a chunk: the length of its history.
-fn position(chunk: &Chunk, i: usize) -> u64 {
-    (chunk.start + i + 1) as u64
-}
-
 impl Heads {
-    /// Logits of rows that keep them, side by side.
+    /// Learns what a head guesses.
+    pub fn guesses(&mut self, spec: &ModelSpec, guess: Option<&Guess>) {
+        (self.model_vocab, self.ahead) = (spec.known_tokens(), usize::from(guess.is_some()));
+        self.tokens = guess.map_or(vec![], |guess| guess.tokens.clone());
+    }
+
+    /// Position of the token that a row `i` of a chunk gives: the length of its history.
+    fn position(&self, chunk: &Chunk, i: usize) -> u64 {
+        (chunk.start + i + 1 + self.ahead) as u64
+    }
+
+    /// Logits of rows that keep them, side by side, by the model's tokens.
     fn logits(&mut self, rows: std::ops::Range<usize>, vocab: usize) -> Vec<f32> {
         let Some(first) = self.rows[rows.clone()].first().and_then(|r| r.kept) else { return vec![] };
+        if !self.tokens.is_empty() {
+            let rows = first..first + rows.len();
+            return rows.flat_map(|row| self.spread(row, vocab).to_vec()).collect();
+        }
         if first == 0 && rows.len() * vocab == self.logits.len() {
             return std::mem::take(&mut self.logits);
         }
         self.logits[first * vocab..(first + rows.len()) * vocab].to_vec()
+    }
+
+    /// Logits of a row by the model's tokens: those that the head does not know are impossible.
+    fn spread(&mut self, kept: usize, vocab: usize) -> &mut [f32] {
+        self.spread.clear();
+        self.spread.resize(self.model_vocab, f32::NEG_INFINITY);
+        for (&token, &logit) in self.tokens.iter().zip(&self.logits[kept * vocab..(kept + 1) * vocab]) {
+            self.spread[token as usize] = logit;
+        }
+        &mut self.spread
     }
 
     /// The token after the `i`-th wanted row of a chunk that wants tokens.
@@ -214,17 +244,20 @@ impl Heads {
         let Output::Tokens { from, params, history, prompt_len, logprobs, allowed } = &chunk.output else {
             unreachable!("the caller matched it")
         };
-        let position = position(chunk, from + i);
+        let position = self.position(chunk, from + i);
         let history = History { tokens: &history[..position as usize], prompt_len: *prompt_len };
         let row = &self.rows[row];
         let plain = |token| Sampled { token, logprob: None, top: vec![] };
         let Some(kept) = row.kept else {
             return match row.best.token() {
-                Some((token, false)) => Ok(plain(token)),
+                Some((token, false)) => Ok(plain(self.tokens.get(token as usize).copied().unwrap_or(token))),
                 Some((token, true)) => Err(SampleError::Infinite { token }),
                 None => unreachable!("head() computes such rows again"),
             };
         };
+        if !self.tokens.is_empty() {
+            return sample_allowed(self.spread(kept, vocab), params, history, position, *logprobs, None);
+        }
         let panels = vocab.div_ceil(PANEL);
         let logits = &mut self.logits[kept * vocab..(kept + 1) * vocab];
         let Need::Surveyed(ask) = row.need else {

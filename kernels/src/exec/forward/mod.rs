@@ -6,6 +6,7 @@
 //! run on the calling thread, where a parallel region would cost more than it saves.
 
 mod attention;
+mod guess;
 mod head;
 mod linear;
 mod mlp;
@@ -13,14 +14,15 @@ mod tensors;
 
 use std::sync::Arc;
 
-use quern_models::{ModelFile, ModelSpec};
+use quern_models::{ModelFile, ModelSpec, spec::States};
 
 use self::{
+    guess::{Guess, Tensor},
     head::Heads,
     linear::PerThread,
-    tensors::{Input, LayerTensors, index},
+    tensors::{Input, LayerTensors, columns, index},
 };
-use super::{Angles, ChunkOutput, Plan};
+use super::{Angles, ChunkOutput, Fed, Plan};
 use crate::{
     cpu::{
         acts::{Acts, Forms, Mode},
@@ -34,19 +36,23 @@ use crate::{
     team::{Disjoint, Team, split},
 };
 
-/// A model's first layers (as many as its cache has), their cache and the buffers of a step.
+/// A model's first layers (as many as its cache has), or a head, their cache and the buffers of a step.
 pub(super) struct Forward {
     file: Arc<ModelFile>,
     kv: KvMemory,
     mode: Mode,
-    team: Team,
+    team: Arc<Team>,
     isa: &'static Isa,
     simd: Simd,
     layers: Vec<LayerTensors>,
-    embed: usize,
+    /// A head of Medusa has neither.
+    embed: Option<Tensor>,
+    head: Option<Tensor>,
     positions: Option<usize>,
     head_in: Input,
-    head: usize,
+    guess: Option<Guess>,
+    /// States of every row that are kept.
+    keep: Option<States>,
     bufs: Buffers,
     regions: usize,
 }
@@ -70,6 +76,8 @@ struct Buffers {
     /// One per thread.
     threads: Vec<ThreadBuffers>,
     attend: attend::Workspace,
+    /// States that are kept, `[m][states][hidden]`.
+    states: Vec<f32>,
 }
 
 #[derive(Default)]
@@ -86,19 +94,72 @@ impl Forward {
         file: Arc<ModelFile>,
         kv: KvMemory,
         mode: Mode,
-        team: Team,
+        team: Arc<Team>,
+        isa: &'static Isa,
+        simd: Simd,
+    ) -> Self {
+        Forward::with(file, None, kv, mode, team, isa, simd)
+    }
+
+    /// A head of the model in `of`, on the same team of threads.
+    pub(super) fn head_of(&self, of: &Arc<ModelFile>, file: Arc<ModelFile>, kv: KvMemory) -> Self {
+        Forward::with(file, Some(of), kv, self.mode, self.team.clone(), self.isa, self.simd)
+    }
+
+    /// `model`: the file of the model whose tensors a head shares.
+    fn with(
+        file: Arc<ModelFile>,
+        model: Option<&Arc<ModelFile>>,
+        kv: KvMemory,
+        mode: Mode,
+        team: Arc<Team>,
         isa: &'static Isa,
         simd: Simd,
     ) -> Self {
         let (mut bufs, spec) = (Buffers::default(), file.spec());
         let layers = spec.layers.iter().take(kv.layers()).enumerate();
-        let layers = layers.map(|(i, layer)| LayerTensors::new(&file, i, layer, &mut bufs.angles)).collect();
-        let embed = index(&file, "embed");
+        let layers: Vec<_> = layers.map(|(i, layer)| LayerTensors::new(&file, i, layer, &mut bufs.angles)).collect();
         let positions = spec.positions.map(|_| index(&file, "positions"));
-        let head_in = Input::new(&file, "norm", &spec.norm, spec.head_order.then(|| "head_order".into()));
-        let head = if spec.tied_head { embed } else { index(&file, "head") };
+        let mut head_in = Input::new(&file, "norm", &spec.norm, spec.head_order.then(|| "head_order".into()));
+        let (embed, head) = match (&spec.guesses, model) {
+            (Some(head), Some(model)) => {
+                if head.shared_head && model.spec().head_order {
+                    head_in.order = columns(model, "head_order");
+                }
+                let of = |shared: bool| if shared { model } else { &file };
+                let medusa = spec.layers.is_empty();
+                let embed = (!medusa).then(|| Tensor::new(of(head.shared_embed), "embed"));
+                let tied = spec.tied_head || head.shared_head && model.spec().tied_head;
+                (embed, (!medusa).then(|| Tensor::new(of(head.shared_head), if tied { "embed" } else { "head" })))
+            }
+            _ => {
+                let head = if spec.tied_head { "embed" } else { "head" };
+                (Some(Tensor::new(&file, "embed")), Some(Tensor::new(&file, head)))
+            }
+        };
         bufs.threads.resize_with(team.threads(), ThreadBuffers::default);
-        Forward { file, kv, mode, team, isa, simd, layers, embed, positions, head_in, head, bufs, regions: 0 }
+        let guess = Guess::new(&file);
+        let keep = spec.guesses.as_ref().map(|head| match head.feeds_normed() {
+            true => States::Normed,
+            false => States::Before { layers: vec![layers.len()] },
+        });
+        bufs.heads.guesses(spec, guess.as_ref());
+        let regions = 0;
+        Forward { file, kv, mode, team, isa, simd, layers, embed, head, positions, head_in, guess, keep, bufs, regions }
+    }
+
+    /// Keeps states of every row from the next step on.
+    pub(super) fn keep(&mut self, states: States) {
+        self.keep = Some(states);
+    }
+
+    /// States of the rows of the last step that are kept, `[m][states][hidden]`.
+    pub(super) fn states(&self) -> &[f32] {
+        &self.bufs.states
+    }
+
+    pub(super) fn file(&self) -> &Arc<ModelFile> {
+        &self.file
     }
 
     pub(super) fn spec(&self) -> &ModelSpec {
@@ -129,14 +190,30 @@ impl Forward {
         self.head(plan)
     }
 
+    /// The same for a head, which is fed the model's states or its own.
+    pub(super) fn guess(&mut self, plan: &Plan, fed: &Fed) -> Vec<ChunkOutput> {
+        self.run_fed(plan, fed);
+        match self.medusa(plan) {
+            Some(outputs) => outputs,
+            None => self.head(plan),
+        }
+    }
+
     /// Computes a checked plan's embedding and layers; the residual stream behind them, `[m][hidden]`.
     pub(super) fn run(&mut self, plan: &Plan) -> &[f32] {
-        let m: usize = plan.chunks.iter().map(|c| c.tokens.len()).sum();
-        self.bufs.x.resize(m * self.spec().hidden, 0.0);
-        self.embed(plan);
+        self.run_fed(plan, &Fed::Nothing)
+    }
+
+    fn run_fed(&mut self, plan: &Plan, fed: &Fed) -> &[f32] {
+        let m = plan.rows();
+        self.begin(plan, fed);
         self.bufs.angles.iter_mut().for_each(|a| a.turn(plan));
+        let wide = self.guess.as_ref().is_some_and(Guess::is_wide);
         for i in 0..self.layers.len() {
-            self.norm_into_acts(Readers::Attention(i), None, m);
+            self.keep_states(i, m);
+            if i > 0 || !wide {
+                self.norm_into_acts(Readers::Attention(i), None, m);
+            }
             self.qkv(i, m);
             self.rope_and_append(i, plan);
             self.attend(i, plan, m);
@@ -145,7 +222,30 @@ impl Forward {
             self.up(i, m);
             self.down(i);
         }
+        self.keep_states(self.layers.len(), m);
         &self.bufs.x
+    }
+
+    /// Keeps the residual stream in front of a layer, or behind the last, if it is wanted.
+    fn keep_states(&mut self, layer: usize, m: usize) {
+        let Some(keep) = &self.keep else { return };
+        let hidden = self.file.spec().hidden;
+        let width = keep.count() * hidden;
+        let at = match keep {
+            States::Normed if layer == self.layers.len() => Some(0),
+            States::Normed => None,
+            States::Before { layers } => layers.iter().position(|&l| l == layer),
+        };
+        let Some(at) = at else { return };
+        self.bufs.states.resize(m * width, 0.0);
+        let rows = self.bufs.states.chunks_exact_mut(width).zip(self.bufs.x.chunks_exact(hidden));
+        for (states, x) in rows {
+            let to = &mut states[at * hidden..(at + 1) * hidden];
+            match keep {
+                States::Normed => self.head_in.norm(self.simd, x, to),
+                States::Before { .. } => to.copy_from_slice(x),
+            }
+        }
     }
 
     /// Runs `f` on every thread of the team.
@@ -164,12 +264,13 @@ impl Forward {
     }
 
     fn embed(&mut self, plan: &Plan) {
-        let table = self.file.view(self.embed);
+        let table = self.embed.as_ref().expect("whatever reads tokens has it").view();
         let positions = self.positions.map(|t| self.file.view(t));
         let hidden = table.k;
         let place = |c: &super::Chunk, i: usize| (c.tokens[i] as usize, c.start + i);
         let places = plan.chunks.iter().flat_map(|c| (0..c.tokens.len()).map(move |i| place(c, i)));
         let places: Vec<(usize, usize)> = places.collect();
+        self.bufs.x.resize(places.len() * hidden, 0.0);
         let (simd, x) = (self.simd, Disjoint::new(&mut self.bufs.x));
         let threads = PerThread::new(&mut self.bufs.threads);
         Self::rows(&self.team, &mut self.regions, places.len(), &|t, row| {
@@ -190,17 +291,23 @@ impl Forward {
     /// Normalises rows of the residual stream into `acts`, in the order and the forms that the readers want:
     /// the first `m`, or those that `wanted` names.
     fn norm_into_acts(&mut self, readers: Readers, wanted: Option<&[usize]>, m: usize) {
-        let (input, tensors) = match readers {
-            Readers::Attention(i) => (&self.layers[i].attn_in, self.layers[i].qkv.to_vec()),
+        let forms = |tensors: &[usize]| {
+            let forms = tensors.iter().map(|&t| Forms::of(self.file.view(t).scheme, self.mode));
+            forms.reduce(Forms::and).expect("a norm has readers")
+        };
+        let (input, forms) = match readers {
+            Readers::Attention(i) => (&self.layers[i].attn_in, forms(&self.layers[i].qkv)),
             Readers::Mlp(i) => {
                 let layer = &self.layers[i];
-                (&layer.mlp_in, layer.gate.into_iter().chain([layer.up]).collect())
+                let up = forms(&[layer.up]);
+                (&layer.mlp_in, layer.gate.map_or(up, |gate| forms(&[gate]).and(up)))
             }
-            Readers::Head => (&self.head_in, vec![self.head]),
+            Readers::Head => {
+                let head = self.head.as_ref().expect("whatever has layers has it");
+                (&self.head_in, Forms::of(head.view().scheme, self.mode))
+            }
         };
         let hidden = self.file.spec().hidden;
-        let forms = tensors.iter().map(|&t| Forms::of(self.file.view(t).scheme, self.mode));
-        let forms = forms.reduce(Forms::and).expect("a norm has readers");
         self.bufs.acts.reset(m, hidden, forms);
         let (isa, simd, acts, x) = (self.isa, self.simd, &self.bufs.acts, &self.bufs.x);
         let threads = PerThread::new(&mut self.bufs.threads);

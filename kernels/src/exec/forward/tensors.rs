@@ -15,7 +15,7 @@ pub(super) struct Input {
     /// Empty for an RMS norm.
     bias: Vec<f32>,
     /// Empty: as they are.
-    order: Vec<u32>,
+    pub order: Vec<u32>,
 }
 
 /// One layer.
@@ -120,12 +120,12 @@ pub(super) fn index(file: &ModelFile, name: &str) -> usize {
     file.index(name).expect("ModelFile::open checked every tensor of the spec")
 }
 
-fn vector(file: &ModelFile, name: &str) -> Vec<f32> {
+pub(super) fn vector(file: &ModelFile, name: &str) -> Vec<f32> {
     let view = file.view(index(file, name));
     (0..view.k).map(|i| view.at(0, i)).collect()
 }
 
-fn columns(file: &ModelFile, name: &str) -> Vec<u32> {
+pub(super) fn columns(file: &ModelFile, name: &str) -> Vec<u32> {
     let view = file.view(index(file, name));
     (0..view.k).map(|i| view.order(i)).collect()
 }
