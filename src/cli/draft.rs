@@ -1,30 +1,46 @@
-//! `--draft FILE`: a small model that writes ahead of the one that is run.
+//! `--draft FILE`: a small model, or a head, that guesses for the model that is run.
 
 use std::{error::Error, path::Path, sync::Arc};
 
-use quern_models::ModelFile;
+use quern_models::{ModelFile, spec::States};
 
 use super::EngineArgs;
 use crate::{
-    draft::Method,
+    draft::{Method, Speculation},
     text::{TextModel, Tokenizer, printable},
 };
 
-/// The small model of the flags or else of the file, if there is one; refuses a method that needs one without it.
+/// The small model or head of the flags or else of the file, if there is one; refuses a method that needs another.
 /// `requests`: whether requests may choose their method.
 pub fn of(args: &EngineArgs, file: &ModelFile, requests: bool) -> Result<Option<Arc<ModelFile>>, String> {
-    match &args.draft {
-        Some(path) => open(path, file).map(Some).map_err(|e| e.to_string()),
+    let found = match &args.draft {
+        Some(path) => Some(open(path, file).map_err(|e| e.to_string())?),
         // Nobody may ask for it.
-        None if args.speculate.method == Method::Off && !requests => Ok(None),
-        None if args.speculate.method == Method::Draft && file.draft().is_none() => {
-            Err(format!("--speculate {} needs a small model: --draft FILE, or one in the file", args.speculate))
-        }
-        None => Ok(file.draft().cloned()),
-    }
+        None if args.speculate.method == Method::Off && !requests => None,
+        None => file.draft().cloned(),
+    };
+    fits(args.speculate, found.as_deref())?;
+    Ok(found)
 }
 
-/// Opens a small model and refuses one that does not have the large one's tokens.
+/// Refuses a method that needs another file than is there.
+pub fn fits(speculation: Speculation, found: Option<&ModelFile>) -> Result<(), String> {
+    let needed = |method: Method| match method {
+        Method::Draft => "a small model".to_string(),
+        method => format!("a head of the kind {}", method.name()),
+    };
+    let there = found.map(|file| Method::of(file.spec()));
+    if !speculation.method.needs_file() || there == Some(speculation.method) {
+        return Ok(());
+    }
+    let needs = needed(speculation.method);
+    Err(match there {
+        None => format!("--speculate {speculation} needs {needs}: --draft FILE, or one in the file"),
+        Some(there) => format!("--speculate {speculation} needs {needs}, and what is there is {}", needed(there)),
+    })
+}
+
+/// Opens a small model or head and refuses one that does not have the large one's tokens.
 pub fn open(path: &Path, of: &ModelFile) -> Result<Arc<ModelFile>, Box<dyn Error>> {
     let file = super::open(path)?;
     check(of, &file).map_err(|reason| format!("{}: {reason}", path.display()))?;
@@ -33,6 +49,24 @@ pub fn open(path: &Path, of: &ModelFile) -> Result<Arc<ModelFile>, Box<dyn Error
 
 /// Why a small model cannot write ahead of a large one.
 pub fn check(large: &ModelFile, small: &ModelFile) -> Result<(), String> {
+    if let Some(head) = &small.spec().guesses {
+        let (spec, got) = (large.spec(), (head.model_hidden, head.model_vocab));
+        let last = match &head.states {
+            States::Before { layers } => layers.last().copied().unwrap_or(0),
+            States::Normed => 0,
+        };
+        if got != (spec.hidden, spec.vocab) || last > spec.layers.len() {
+            return Err(format!(
+                "a head of another model: it is for {} wide states, {} tokens and at least {last} layers, expected {}, {} and {}",
+                got.0,
+                got.1,
+                spec.hidden,
+                spec.vocab,
+                spec.layers.len()
+            ));
+        }
+        return Ok(());
+    }
     let refused = |reason| format!("{reason}; a draft model must have the same tokens as the model it writes ahead of");
     let text = |file| TextModel::of(file).map_err(|e| e.to_string());
     match (text(large)?, text(small)?) {

@@ -177,8 +177,8 @@ pub struct EngineArgs {
     #[arg(long, value_enum, default_value = "f16", help_heading = "Engine")]
     pub kv: Kv,
     /// Guess tokens ahead, METHOD or METHOD:K: off, ngram (the text's own repetitions), suffix (and earlier answers'),
-    /// grammar (what it leaves no choice about), draft (the model of --draft), auto (what pays most). The text is the same in any case. K: always so
-    /// many, instead of as many as pay
+    /// grammar (what it leaves no choice about), draft, eagle, mtp, medusa, dflash (the file of --draft, or what the model
+    /// has), auto (what pays most). The text is the same in any case. K: always so many, instead of as many as pay
     #[arg(long, value_name = "METHOD", default_value = "auto", help_heading = "Engine")]
     pub speculate: Speculation,
     /// When a guess is right: exact, if it is what would have been chosen anyway (the text is the same as without), or
@@ -186,7 +186,7 @@ pub struct EngineArgs {
     /// with a grammar stay exact)
     #[arg(long, value_name = "RULE", default_value = "exact", help_heading = "Engine")]
     pub accept: Accept,
-    /// A small model with the same tokens that writes ahead of this one (a .qrn file)
+    /// A small model with the same tokens, or a head of this model, that guesses for it (a .qrn file)
     #[arg(long, value_name = "FILE", help_heading = "Engine")]
     pub draft: Option<PathBuf>,
 }

@@ -2,6 +2,8 @@
 
 use std::{fmt, str::FromStr};
 
+use quern_models::{ModelSpec, spec::Head};
+
 use super::MOST;
 
 /// What guesses.
@@ -20,17 +22,54 @@ pub enum Method {
     Grammar,
     /// What a small model would say.
     Draft,
+    /// What a head of EAGLE-1 or 3 reads from the model's states.
+    Eagle,
+    /// The same of a head for multi-token prediction.
+    Mtp,
+    /// The same of Medusa's heads.
+    Medusa,
+    /// The same of a head that writes a block at once.
+    Dflash,
 }
 
 impl Method {
-    const ALL: [(&'static str, Method); 6] = [
+    const ALL: [(&'static str, Method); 10] = [
         ("off", Method::Off),
         ("auto", Method::Auto),
         ("ngram", Method::Ngram),
         ("suffix", Method::Suffix),
         ("grammar", Method::Grammar),
         ("draft", Method::Draft),
+        ("eagle", Method::Eagle),
+        ("mtp", Method::Mtp),
+        ("medusa", Method::Medusa),
+        ("dflash", Method::Dflash),
     ];
+
+    /// How users name it.
+    pub fn name(self) -> &'static str {
+        Method::ALL.iter().find(|(_, method)| *method == self).map_or("", |(name, _)| name)
+    }
+
+    /// The method of a head.
+    pub fn of_head(head: &Head) -> Method {
+        Method::ALL.iter().find(|(name, _)| *name == head.method()).map_or(Method::Draft, |(_, method)| *method)
+    }
+
+    /// The method of a file that guesses for a model: a small model, or a head.
+    pub fn of(spec: &ModelSpec) -> Method {
+        spec.guesses.as_ref().map_or(Method::Draft, Method::of_head)
+    }
+
+    /// Whether it needs a file that guesses.
+    pub fn needs_file(self) -> bool {
+        matches!(self, Method::Draft | Method::Eagle | Method::Mtp | Method::Medusa | Method::Dflash)
+    }
+
+    /// Whether a file of the method `writer` may guess.
+    pub fn allows(self, writer: Method) -> bool {
+        self == Method::Auto || self == writer
+    }
 }
 
 /// When a guess is right.
@@ -70,8 +109,8 @@ impl FromStr for Accept {
 
 impl Speculation {
     /// What texts are understood.
-    pub const EXPECTED: &str = "off, auto, ngram, suffix, grammar or draft, or one of them with a number of guesses from 1 \
-                                to 16: ngram:4";
+    pub const EXPECTED: &str = "off, auto, ngram, suffix, grammar, draft, eagle, mtp, medusa or dflash, or one of them with a \
+                                number of guesses from 1 to 16: ngram:4";
 
     /// No guesses.
     pub const OFF: Speculation = Speculation { method: Method::Off, fixed: None, accept: Accept::Exact };
@@ -101,7 +140,7 @@ impl FromStr for Speculation {
 
 impl fmt::Display for Speculation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Method::ALL.iter().find(|(_, method)| *method == self.method).map_or("", |(name, _)| name);
+        let name = self.method.name();
         match self.fixed {
             Some(count) => write!(f, "{name}:{count}"),
             None => f.write_str(name),
@@ -126,8 +165,7 @@ mod tests {
         }
         let four: Speculation = "ngram:4".parse().unwrap();
         assert_eq!((four.fixed, four.to_string().as_str()), (Some(4), "ngram:4"));
-        for bad in ["", "Ngram", "ngram:", "ngram:0", "ngram:17", "ngram:-1", "ngram:4:4", "off:2", "medusa", "\u{1b}"]
-        {
+        for bad in ["", "Ngram", "ngram:", "ngram:0", "ngram:17", "ngram:-1", "ngram:4:4", "off:2", "Eagle", "\u{1b}"] {
             let error = bad.parse::<Speculation>().unwrap_err();
             assert!(error.starts_with("expected off, auto"), "{error}");
         }

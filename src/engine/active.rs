@@ -170,11 +170,11 @@ impl Active {
         Some(self.scout.get_or_insert_with(|| constraint.0.scout()).boxed_clone())
     }
 
-    /// How tokens are chosen, how long the prompt is, and whether it matters what guesses are drawn from, where a small
-    /// model may write ahead.
-    pub fn written(&self) -> Option<(&SamplingParams, usize, bool)> {
+    /// How tokens are chosen, how long the prompt is, and whether it matters what guesses are drawn from, where the
+    /// writer may write ahead.
+    pub fn written(&self, writer: Method) -> Option<(&SamplingParams, usize, bool)> {
         let method = self.ahead.speculation.method;
-        let may = self.request.embed.is_none() && matches!(method, Method::Auto | Method::Draft);
+        let may = self.request.embed.is_none() && method.allows(writer);
         may.then_some((&self.request.sampling, self.request.prompt.len(), self.rejects()))
     }
 

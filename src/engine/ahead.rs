@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use quern_kernels::sample::Distribution;
 
-use super::active::Active;
+use super::{active::Active, writer::Ability};
 use crate::{
     draft::{Chances, Counts, Guess, Lookup, MOST, Method, Past, Place, Source, Speculation, Times, depth, lengths},
     sched::{Budget, Scheduler, Sequence},
@@ -19,8 +19,8 @@ pub(super) struct Guesser {
     times: Times,
     chances: Chances,
     past: Past,
-    /// Seconds of a pass of the small model, and the longest text that it can read; `None`: there is none.
-    pub small: Option<(f64, usize)>,
+    /// What the writer can do; `None`: there is none.
+    pub writer: Option<Ability>,
 }
 
 /// A request's part.
@@ -47,7 +47,7 @@ impl Ahead {
 impl Guesser {
     pub fn new(speculation: Speculation) -> Guesser {
         let (counts, times, chances) = (Counts::default(), Times::default(), Chances::of_all());
-        Guesser { speculation, counts, times, chances, past: Past::default(), small: None }
+        Guesser { speculation, counts, times, chances, past: Past::default(), writer: None }
     }
 
     /// Guesses for the next step, by request; `context` is the longest sequence.
@@ -82,7 +82,7 @@ impl Guesser {
         for (id, length) in ids.into_iter().zip(lengths(&self.times, rows, answers, budget.logits, &offers)) {
             guesses.entry(id).and_modify(|guess| guess.tokens.truncate(length));
         }
-        if let Some((pass, _)) = self.small.filter(|_| !writing.is_empty()) {
+        if let Some(Ability { pass, .. }) = self.writer.filter(|_| !writing.is_empty()) {
             // Before the first one: as if it were a fifth of a step.
             let pass = if pass > 0.0 { self.times.relative(pass) } else { 0.2 };
             let depth = depth(&self.times, rows, answers, budget.logits, pass, &written);
@@ -114,10 +114,10 @@ impl Guesser {
             guess = ahead.lookup.guess(text, past, most);
         }
         let most = ahead.speculation.fixed.unwrap_or(MOST).min(most);
-        if let Some((_, room)) = self.small.filter(|_| matches!(method, Method::Auto | Method::Draft)) {
+        if let Some(writer) = self.writer.filter(|writer| method.allows(writer.method)) {
             let chance = |place: Place| ahead.chances.of(place, &self.chances);
             let place = |i| Place::new(Source::Model, i);
-            let to_write = most.min(room.saturating_sub(text.len()));
+            let to_write = most.min(writer.most).min(writer.context.saturating_sub(text.len()));
             // What was said before is free, and taken where it is as sure.
             if guess.places.first().is_none_or(|&first| chance(first) < chance(place(1))) && to_write > 0 {
                 return Guess { places: (1..=to_write).map(place).collect(), to_write, ..Guess::default() };

@@ -9,12 +9,14 @@ mod active;
 mod ahead;
 mod constraint;
 mod defaults;
+mod head;
 mod keep;
 mod memory;
 mod pace;
 mod run;
 mod small;
 pub mod worker;
+mod writer;
 
 pub use constraint::{Constraint, Grammar, TokenSet};
 pub use defaults::defaults;

@@ -13,10 +13,12 @@ use super::{
     EngineError, Event, Failure, Finish, Generator, Limits, Pooling, Request, Stats,
     active::{Active, Got},
     ahead::{Ahead, Guesser},
+    head::Head,
     keep,
     memory::MemoryPlan,
     pace::Pace,
-    small::{Asked, Small},
+    small::Small,
+    writer::{Asked, Writer},
 };
 use crate::draft::{Guess, Speculation};
 use crate::random;
@@ -124,7 +126,8 @@ pub struct Engine {
     secret: u64,
     pace: Pace,
     guesser: Guesser,
-    small: Option<Small>,
+    /// What guesses besides, if there is something.
+    writer: Option<Box<dyn Writer>>,
     stats: Stats,
     keep: Option<keep::Keep>,
 }
@@ -166,13 +169,13 @@ impl Engine {
             secret: random::unforeseen(),
             pace,
             guesser: Guesser::new(options.speculation),
-            small: None,
+            writer: None,
             stats: Stats::default(),
             keep: None,
         }
     }
 
-    /// Takes a small model to write ahead of this one; it must have the same tokens.
+    /// Takes a file to guess from: a small model with the same tokens, or a head of this model.
     pub fn with_draft(&mut self, file: Arc<ModelFile>, options: EngineOptions) -> Result<(), OpenError> {
         if window(self.file.spec()).is_some() {
             return Err(OpenError::Draft(
@@ -180,11 +183,18 @@ impl Engine {
             ));
         }
         let (vocab, spec) = (self.file.spec().vocab, file.spec().clone());
+        if spec.guesses.is_some() {
+            let head = Head::new(self.executor.head(file)?, &spec);
+            self.guesser.writer = Some(head.ability());
+            self.writer = Some(Box::new(head));
+            return Ok(());
+        }
         let blocks = self.executor.blocks();
         let options = ExecOptions { blocks, gpu_layers: None, ..options.exec(file.spec()) };
         let executor = exec::open(file, options, |_| {})?;
-        self.guesser.small = Some((0.0, spec.max_context));
-        self.small = Some(Small::new(executor, &spec, vocab));
+        let small = Small::new(executor, &spec, vocab);
+        self.guesser.writer = Some(small.ability());
+        self.writer = Some(Box::new(small));
         Ok(())
     }
 
@@ -240,6 +250,9 @@ impl Engine {
         let start = Instant::now();
         let ticket = self.executor.submit(&plan).map_err(failed)?;
         let outputs = self.executor.collect(ticket).map_err(failed)?;
+        if let Some(writer) = self.writer.as_mut().filter(|writer| writer.keeps()) {
+            writer.keep(&self.scheduler, &shares, self.executor.states().map_err(failed)?);
+        }
         let tokens = shares.iter().map(|s| s.count).sum();
         self.stats.steps += 1;
         self.stats.computed += tokens as u64;
@@ -262,13 +275,13 @@ impl Engine {
     ) -> Result<Vec<Scheduled>, EngineError> {
         for &(from, to) in &step.copies {
             self.executor.copy_block(from, to).map_err(failed)?;
-            if let Some(Err(error)) = self.small.as_mut().map(|small| small.copy_block(from, to)) {
-                self.without_small(&error);
+            if let Some(Err(error)) = self.writer.as_mut().map(|writer| writer.copy_block(from, to)) {
+                self.without_writer(&error);
             }
         }
         let mut shares = step.shares;
         if let Err(error) = self.write(&shares, &mut guesses) {
-            self.without_small(&error);
+            self.without_writer(&error);
         }
         shares.retain_mut(|share| {
             let active = self.active.get_mut(&share.id).expect("a scheduled sequence is active");
@@ -295,20 +308,21 @@ impl Engine {
         Ok(shares)
     }
 
-    /// Lets the small model read what is computed, and write the guesses that are wanted of it.
+    /// Lets the writer read what is computed, and write the guesses that are wanted of it.
     fn write(&mut self, shares: &[Scheduled], guesses: &mut BTreeMap<u64, Guess>) -> Result<(), ExecError> {
-        let Some(small) = &mut self.small else { return Ok(()) };
+        let Some(writer) = &mut self.writer else { return Ok(()) };
+        let method = writer.ability().method;
         let mut asked = vec![];
         for share in shares {
             let active = &self.active[&share.id];
-            if let Some((params, prompt_len, from)) = active.written() {
+            if let Some((params, prompt_len, from)) = active.written(method) {
                 let wanted = guesses.get(&share.id).map_or(0, |guess| guess.to_write.min(share.guesses));
                 // Others' guesses may have the room.
                 let count = share.count - share.guesses + wanted;
                 asked.push(Asked { share: Scheduled { count, guesses: wanted, ..*share }, params, prompt_len, from });
             }
         }
-        for (id, (tokens, from)) in small.write(&self.scheduler, &asked)? {
+        for (id, (tokens, from)) in writer.write(&self.scheduler, &asked)? {
             let guess = guesses.entry(id).or_default();
             guess.places.truncate(tokens.len());
             // Where the text may end, nothing need be guessed; but a guess that was drawn must not be kept back for what it
@@ -319,14 +333,15 @@ impl Engine {
             guess.tokens.truncate(end.unwrap_or(guess.tokens.len()));
             guess.from = from;
         }
-        self.guesser.small = Some((small.pass(), small.context()));
+        self.guesser.writer = Some(writer.ability());
         Ok(())
     }
 
-    /// Goes on without the small model: what it fails at is no text's fault.
-    fn without_small(&mut self, error: &ExecError) {
-        eprintln!("the draft model failed, going on without it: {}", crate::text::printable(&error.to_string()));
-        (self.small, self.guesser.small) = (None, None);
+    /// Goes on without the writer: what it fails at is no text's fault.
+    fn without_writer(&mut self, error: &ExecError) {
+        let method = self.guesser.writer.map_or("draft", |writer| writer.method.name());
+        eprintln!("guessing ({method}) failed, going on without: {}", crate::text::printable(&error.to_string()));
+        (self.writer, self.guesser.writer) = (None, None);
     }
 
     /// Takes what a share gave.

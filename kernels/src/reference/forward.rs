@@ -12,7 +12,7 @@ use quern_models::{
 use super::ops::{act, layer_norm, rms_norm};
 
 /// Rows of activations.
-type Rows = Vec<Vec<f32>>;
+pub(super) type Rows = Vec<Vec<f32>>;
 
 /// Logits `[tokens.len()][vocab]` after each token.
 pub fn logits(file: &ModelFile, tokens: &[u32]) -> Vec<f32> {
@@ -29,7 +29,7 @@ pub fn logits(file: &ModelFile, tokens: &[u32]) -> Vec<f32> {
     }
     for (i, layer) in spec.layers.iter().enumerate() {
         let tensors = Tensors { file, at: format!("layers.{i}.") };
-        let attended = attention(&tensors, layer, &x);
+        let attended = attention(&tensors, layer, &tensors.norm("attn_norm", &layer.attn_norm, &x));
         add(&mut x, &attended);
         let fed = feed_forward(&tensors, layer, &x);
         add(&mut x, &fed);
@@ -40,41 +40,44 @@ pub fn logits(file: &ModelFile, tokens: &[u32]) -> Vec<f32> {
 }
 
 /// Tensors whose names begin alike.
-struct Tensors<'a> {
-    file: &'a ModelFile,
-    at: String,
+pub(super) struct Tensors<'a> {
+    pub file: &'a ModelFile,
+    pub at: String,
 }
 
 impl<'a> Tensors<'a> {
-    fn get(&self, name: &str) -> TensorView<'a> {
+    pub fn get(&self, name: &str) -> TensorView<'a> {
         let name = format!("{}{name}", self.at);
         self.file.tensor(&name).expect("ModelFile::open checked every tensor of the spec")
     }
 
-    fn vector(&self, name: &str) -> Vec<f32> {
+    pub fn vector(&self, name: &str) -> Vec<f32> {
         let view = self.get(name);
         (0..view.k).map(|i| view.at(0, i)).collect()
     }
 
     /// A linear layer `name`, with `name_bias` if `biased`.
-    fn linear(&self, name: &str, biased: bool, x: &Rows) -> Rows {
+    pub fn linear(&self, name: &str, biased: bool, x: &Rows) -> Rows {
         let bias = biased.then(|| self.vector(&format!("{name}_bias")));
         linear(&self.get(name), bias.as_deref(), x)
     }
 
-    fn norm(&self, name: &str, norm: &Norm, x: &Rows) -> Rows {
+    pub fn norm(&self, name: &str, norm: &Norm, x: &Rows) -> Rows {
+        if *norm == Norm::Identity {
+            return x.clone();
+        }
         let weight = self.vector(name);
         let bias = if norm.biased() { self.vector(&format!("{name}_bias")) } else { vec![] };
         let one = |row: &Vec<f32>| match *norm {
             Norm::Rms { eps } => rms_norm(row, &weight, eps),
             Norm::Layer { eps } => layer_norm(row, &weight, &bias, eps),
-            Norm::Identity => unreachable!("a model has norms"),
+            Norm::Identity => unreachable!("returned above"),
         };
         x.iter().map(|row| one(row).iter().map(|&y| y as f32).collect()).collect()
     }
 
     /// Column `j` of the result is column `order[j]` of `x`, if there is an order.
-    fn ordered(&self, name: &str, there: bool, x: Rows) -> Rows {
+    pub fn ordered(&self, name: &str, there: bool, x: Rows) -> Rows {
         if !there {
             return x;
         }
@@ -84,7 +87,7 @@ impl<'a> Tensors<'a> {
 }
 
 /// `[rows][n]` = `[rows][k]` times the weight's rows, plus the bias.
-fn linear(w: &TensorView, bias: Option<&[f32]>, x: &Rows) -> Rows {
+pub(super) fn linear(w: &TensorView, bias: Option<&[f32]>, x: &Rows) -> Rows {
     let mut out = vec![vec![0.0; w.n]; x.len()];
     for n in 0..w.n {
         let weights: Vec<f32> = (0..w.k).map(|k| w.at(n, k)).collect();
@@ -97,13 +100,13 @@ fn linear(w: &TensorView, bias: Option<&[f32]>, x: &Rows) -> Rows {
     out
 }
 
-fn add(x: &mut Rows, y: &Rows) {
+pub(super) fn add(x: &mut Rows, y: &Rows) {
     for (x, y) in x.iter_mut().flatten().zip(y.iter().flatten()) {
         *x += y;
     }
 }
 
-fn feed_forward(tensors: &Tensors, layer: &Layer, x: &Rows) -> Rows {
+pub(super) fn feed_forward(tensors: &Tensors, layer: &Layer, x: &Rows) -> Rows {
     let (gated, kind, bias, order) = match layer.mlp {
         Mlp::Gated { act, bias, mlp_order, .. } => (true, act, bias, mlp_order),
         Mlp::Plain { act, bias, mlp_order, .. } => (false, act, bias, mlp_order),
@@ -121,9 +124,10 @@ fn feed_forward(tensors: &Tensors, layer: &Layer, x: &Rows) -> Rows {
     tensors.linear("down", bias, &inner)
 }
 
-fn attention(tensors: &Tensors, layer: &Layer, x: &Rows) -> Rows {
+/// The attention half of a layer, of normed rows.
+pub(super) fn attention(tensors: &Tensors, layer: &Layer, normed: &Rows) -> Rows {
     let Attn::Gqa { ref qk_norm, qkv_bias, o_bias, attn_order, o_order, head_dim, .. } = layer.attn;
-    let normed = tensors.ordered("attn_order", attn_order, tensors.norm("attn_norm", &layer.attn_norm, x));
+    let normed = tensors.ordered("attn_order", attn_order, normed.clone());
     let [mut q, mut k, v] = ["q", "k", "v"].map(|name| tensors.linear(name, qkv_bias, &normed));
     if let Some(norm) = qk_norm {
         for (rows, name) in [(&mut q, "q_norm"), (&mut k, "k_norm")] {

@@ -10,7 +10,7 @@ use std::{
 use quern_kernels::exec::{Chunk, ChunkOutput, Executor, Output, Plan};
 use quern_models::{
     FileWriter, FloatType, Generation, Meta, ModelFile, Scheme, TensorPlan, ZeroKind,
-    spec::{Act, Attn, Layer, Mlp, ModelSpec, Norm, Rope, RopeScaling},
+    spec::{Act, Attn, Head, HeadKind, JoinedMethod, Layer, Mlp, ModelSpec, Norm, Rope, RopeScaling, States},
 };
 
 /// A small random model; `linear` is the scheme of its matrices.
@@ -107,6 +107,62 @@ pub fn everything() -> ModelSpec {
     spec
 }
 
+/// Heads of [`plain`]`(true)`: each kind, with whatever each can have.
+pub fn heads() -> Vec<(&'static str, ModelSpec)> {
+    let base = plain(false);
+    let rms = Norm::Rms { eps: 1e-3 };
+    let head = |kind, states| Head {
+        states,
+        model_hidden: base.hidden,
+        model_vocab: base.vocab,
+        kind,
+        shared_embed: true,
+        shared_head: true,
+        mapped: false,
+    };
+    let before = |layers: &[usize]| States::Before { layers: layers.to_vec() };
+    let joined = |method, norm: &Norm, state_first, bias, zero_first, normed| HeadKind::Joined {
+        method,
+        embed_norm: norm.clone(),
+        state_norm: norm.clone(),
+        state_first,
+        bias,
+        zero_first,
+        normed,
+    };
+    let wide = |normed_residual, normed| HeadKind::Wide {
+        embed_norm: rms.clone(),
+        state_norm: rms.clone(),
+        normed_residual,
+        normed,
+    };
+    let spec = |layers: usize, first: &Norm, norm: &Norm, guesses: Head| {
+        let mut spec = ModelSpec { norm: norm.clone(), guesses: Some(guesses), ..base.clone() };
+        spec.layers.truncate(layers);
+        if let Some(layer) = spec.layers.first_mut() {
+            layer.attn_norm = first.clone();
+        }
+        spec
+    };
+    let none = Norm::Identity;
+    let eagle = head(joined(JoinedMethod::Eagle, &none, false, true, false, false), States::Normed);
+    let mtp = head(joined(JoinedMethod::Mtp, &rms, true, false, true, true), before(&[2]));
+    let all = before(&[0, 1, 2]);
+    let own = Head { shared_embed: false, shared_head: false, mapped: true, ..head(wide(false, false), all.clone()) };
+    let two = Head { shared_head: false, ..head(wide(true, true), before(&[1])) };
+    let medusa = head(HeadKind::Medusa { guesses: 3, depth: 2 }, States::Normed);
+    let medusa = Head { shared_embed: false, shared_head: false, ..medusa };
+    let mut mapped = spec(1, &none, &rms, own);
+    mapped.vocab = 90;
+    vec![
+        ("eagle", spec(1, &none, &none, eagle)),
+        ("mtp", spec(1, &rms, &rms, mtp)),
+        ("eagle3", mapped),
+        ("eagle3-two", spec(2, &none, &rms, two)),
+        ("medusa", spec(0, &none, &none, medusa)),
+    ]
+}
+
 pub fn made(name: &str, linear: Scheme, embed: Scheme, spec: ModelSpec) -> Arc<ModelFile> {
     let path = path(name);
     written(&path, linear, embed, spec);
@@ -158,6 +214,7 @@ pub fn written(path: &Path, linear: Scheme, embed: Scheme, spec: ModelSpec) {
                 (1..k as usize).for_each(|i| order.swap(i, ((random() + 0.5) * (i + 1) as f32) as usize));
                 order.iter().for_each(|j| bytes.extend(j.to_le_bytes()));
             }
+            Scheme::Float(t) if plan.name == "tokens" => (0..k).for_each(|i| t.push((3 * i + 1) as f32, &mut bytes)),
             Scheme::Float(t) => {
                 let mean = if n == 1 && !plan.name.ends_with("_bias") { 1.0 } else { 0.0 };
                 let size = if n == 1 { 1.0 } else { size };

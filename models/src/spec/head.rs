@@ -193,10 +193,10 @@ impl Head {
             return bad(format!("{} layers, kind {}", spec.layers.len(), self.method()));
         }
         match self.kind {
-            HeadKind::Medusa { guesses, depth } => {
-                if guesses == 0 || guesses > 64 || depth > 16 || spec.norm != Norm::Identity || spec.tied_head {
-                    return bad(format!("{guesses} guesses of {depth} blocks, expected 1 to 64 and 0 to 16, no norm"));
-                }
+            HeadKind::Medusa { guesses, depth }
+                if guesses == 0 || guesses > 64 || depth > 16 || spec.norm != Norm::Identity || spec.tied_head =>
+            {
+                return bad(format!("{guesses} guesses of {depth} blocks, expected 1 to 64 and 0 to 16, no norm"));
             }
             HeadKind::Wide { .. } if spec.layers[0].attn_norm != Norm::Identity => {
                 return bad("the first layer has a norm; it reads what is normed already".into());

@@ -14,6 +14,7 @@ use std::{
 
 use clap::Args;
 use quern_kernels::sample::SamplingParams;
+use quern_models::ModelFile;
 use serde_json::json;
 
 use super::super::{EngineArgs, Format, Usage, draft, open, positive, print, read_whole};
@@ -94,7 +95,7 @@ pub fn main(args: SpecBenchArgs) -> Result<(), Box<dyn Error>> {
         Some(path) => Some(draft::open(path, &file)?),
         None => file.draft().cloned(),
     };
-    let rows = rows(&args, small.is_some())?;
+    let rows = rows(&args, small.as_deref())?;
     let options = EngineOptions { speculation: Speculation::OFF, context: longest, ..args.engine.options() };
     let mut engine = Engine::new(Arc::new(file), options)?;
     if let Some(small) = small {
@@ -115,13 +116,11 @@ pub fn main(args: SpecBenchArgs) -> Result<(), Box<dyn Error>> {
 }
 
 /// The rows to measure, without guesses first.
-fn rows(args: &SpecBenchArgs, draft: bool) -> Result<Vec<Row>, Usage> {
+fn rows(args: &SpecBenchArgs, small: Option<&ModelFile>) -> Result<Vec<Row>, Usage> {
     let usual = || {
-        let names: &[Method] = match draft {
-            true => &[Method::Ngram, Method::Draft, Method::Auto],
-            false => &[Method::Ngram, Method::Auto],
-        };
-        names.iter().map(|&method| Speculation { method, ..Speculation::OFF }).collect()
+        let writer = small.map(|file| Method::of(file.spec()));
+        let names = [Some(Method::Ngram), writer, Some(Method::Auto)];
+        names.into_iter().flatten().map(|method| Speculation { method, ..Speculation::OFF }).collect()
     };
     let methods = if args.methods.is_empty() { usual() } else { args.methods.clone() };
     if args.tokens < 2 {
@@ -133,8 +132,8 @@ fn rows(args: &SpecBenchArgs, draft: bool) -> Result<Vec<Row>, Usage> {
     if let Some(k) = args.k.iter().find(|&&k| k > MOST) {
         return Err(Usage(format!("-k {k}: expected 0 to {MOST} guesses")));
     }
-    if methods.iter().any(|m| m.method == Method::Draft) && !draft {
-        return Err(Usage("--methods draft: expected a small model, --draft FILE".into()));
+    for &method in &methods {
+        draft::fits(method, small).map_err(|reason| Usage(format!("--methods: {reason}")))?;
     }
     let mut all = vec![Speculation::OFF];
     for method in methods.into_iter().filter(|m| m.method != Method::Off) {

@@ -41,12 +41,17 @@ pub(super) struct Guess {
     project_bias: Vec<f32>,
     embed_norm: Option<Input>,
     state_norm: Option<Input>,
-    /// Per guess: its blocks with their biases, and its head.
-    medusa: Vec<(Vec<(Tensor, Vec<f32>)>, Tensor)>,
+    medusa: Vec<Medusa>,
     /// The model's token of each of its own; empty: they are the same.
     pub tokens: Vec<u32>,
     wide: bool,
     bufs: Buffers,
+}
+
+/// One of Medusa's heads: its blocks with their biases, and its head.
+struct Medusa {
+    blocks: Vec<(Tensor, Vec<f32>)>,
+    head: Tensor,
 }
 
 #[derive(Default)]
@@ -80,7 +85,7 @@ impl Guess {
                 .map(|i| {
                     let block = |j| format!("guess.{i}.block.{j}");
                     let block = |j| (tensor(&block(j)), vector(file, &format!("{}_bias", block(j))));
-                    ((0..depth).map(block).collect(), tensor(&format!("guess.{i}.head")))
+                    Medusa { blocks: (0..depth).map(block).collect(), head: tensor(&format!("guess.{i}.head")) }
                 })
                 .collect(),
             _ => vec![],
@@ -240,7 +245,7 @@ impl Forward {
         let last: Vec<usize> = last.collect();
         let mut outputs: Vec<ChunkOutput> = plan.chunks.iter().map(|chunk| empty(&chunk.output)).collect();
         let (mut y, mut more, mut logits) = (vec![], vec![], vec![]);
-        for (i, (blocks, head)) in guess.medusa.iter().enumerate() {
+        for (i, Medusa { blocks, head }) in guess.medusa.iter().enumerate() {
             y.clear();
             last.iter().for_each(|&row| y.extend_from_slice(&self.bufs.x[row * hidden..(row + 1) * hidden]));
             for (block, bias) in blocks {

@@ -1,0 +1,233 @@
+//! Heads on the CPU against the oracle, and batch invariance of their rows.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::sync::Arc;
+
+use quern_kernels::{
+    cpu::{acts::Mode, kv::KvType},
+    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Fed, HeadExecutor, Output, Plan},
+    reference::head::{State, guesses},
+    sample::{History, SamplingParams, sample_allowed},
+};
+use quern_models::{FloatType, ModelFile, Scheme, ZeroKind, spec::HeadKind};
+use support::{deviation, heads, int, made, plain, tokens};
+
+const TEXT: usize = 23;
+
+fn executor(file: &Arc<ModelFile>, mode: Mode, kv: KvType, threads: usize) -> CpuExecutor {
+    CpuExecutor::new(file.clone(), CpuOptions { threads, blocks: 64, mode, kv }).unwrap()
+}
+
+/// The model's states of a text, `[TEXT][width]`, in the widths of the head; computed in chunks of `size`.
+fn states(executor: &mut dyn Executor, text: &[u32], size: usize) -> Vec<f32> {
+    let mut all = vec![];
+    for (i, tokens) in text.chunks(size).enumerate() {
+        let chunk = Chunk { tokens, start: i * size, blocks: &[3, 4], output: Output::None };
+        let ticket = executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
+        executor.collect(ticket).unwrap();
+        all.extend_from_slice(executor.states().unwrap());
+    }
+    all
+}
+
+/// Logits by the model's tokens: of all rows of a text that the model computed, in chunks of some sizes with others
+/// beside, then of rows that read what the head gave.
+fn run(
+    head: &mut dyn HeadExecutor,
+    text: &[u32],
+    states: &[f32],
+    width: usize,
+    sizes: &[usize],
+    others: usize,
+) -> Vec<f32> {
+    let rows = TEXT - 4;
+    let (mut logits, mut at, mut step, mut own) = (vec![], 0, 0, vec![]);
+    let beside: Vec<[u32; 2]> = (0..others as u32).map(|o| [20 + 2 * o, 21 + 2 * o]).collect();
+    while at < TEXT - 1 {
+        let fed_own = at >= rows;
+        let n = if fed_own { 1 } else { sizes[step % sizes.len()].min(rows - at) };
+        let mut chunks: Vec<Chunk> = vec![];
+        let mut fed: Vec<&[f32]> = vec![];
+        for (o, blocks) in beside.iter().enumerate() {
+            let n = if fed_own { 1 } else { 1 + o % 3 };
+            chunks.push(Chunk { tokens: &text[o..o + n], start: o, blocks, output: Output::Logits { from: 0 } });
+            fed.push(if fed_own { &own } else { &states[o * width..(o + n) * width] });
+        }
+        let tokens = &text[at + 1..at + 1 + n];
+        chunks.push(Chunk { tokens, start: at, blocks: &[9, 2], output: Output::Logits { from: 0 } });
+        fed.push(if fed_own { &own } else { &states[at * width..(at + n) * width] });
+        let fed = if fed_own { Fed::Own(fed) } else { Fed::Model(fed) };
+        let got = head.guess(&Plan { chunks }, &fed).unwrap().pop().unwrap();
+        let ChunkOutput::Logits(got) = got else { panic!("no logits") };
+        logits.extend(got);
+        let all = head.own().unwrap();
+        own = all[all.len() - all.len().min(72)..].to_vec();
+        (at, step) = (at + n, step + 1);
+    }
+    logits
+}
+
+/// Logits of a head's own tokens.
+fn of_own(logits: &[f32], vocab: usize, known: usize) -> Vec<f32> {
+    if vocab == known {
+        return logits.to_vec();
+    }
+    let row = |row: &[f32]| {
+        let own = (0..vocab).map(|i| 3 * i + 1);
+        assert!(row.iter().enumerate().all(|(t, l)| l.is_finite() == (t % 3 == 1 && t / 3 < vocab)), "{row:?}");
+        own.map(|t| row[t]).collect::<Vec<f32>>()
+    };
+    logits.chunks_exact(known).flat_map(row).collect()
+}
+
+#[test]
+fn heads_equal_the_oracle() {
+    let f = |t| Scheme::Float(t);
+    let schemes = [("f32", f(FloatType::F32)), ("f16", f(FloatType::F16)), ("int4", int(4, 32, ZeroKind::Mid))];
+    let text = tokens(TEXT);
+    for (name, scheme) in schemes {
+        let model = made(&format!("of-{name}"), scheme, int(8, 32, ZeroKind::Mid), plain(true));
+        for (kind, spec) in heads() {
+            let (vocab, medusa) = (spec.vocab, spec.layers.is_empty());
+            let width = spec.guesses.as_ref().unwrap().width();
+            let file = made(&format!("{kind}-{name}"), scheme, f(FloatType::F16), spec);
+            for (mode, kv, bound) in [(Mode::F32, KvType::F32, 2e-6), (Mode::Int8, KvType::F16, 0.03)] {
+                let mut executor = executor(&model, mode, kv, 2);
+                let mut head = executor.head(file.clone()).unwrap();
+                let states = states(&mut executor, &text, 7);
+                assert_eq!(states.len(), TEXT * width);
+                // Medusa gives guesses of the last row of a chunk only.
+                let sizes = if medusa { &[1][..] } else { &[TEXT] };
+                let all = if medusa { &text[..TEXT - 3] } else { &text[..] };
+                let row = |p: usize| match p < TEXT - 4 {
+                    true => (all[p + 1], State::Model(states[p * width..(p + 1) * width].to_vec())),
+                    false => (all[p + 1], State::Own),
+                };
+                let rows: Vec<(u32, State)> = (0..all.len() - 1).map(row).collect();
+                let want = guesses(&file, &model, &rows);
+                let got = match medusa {
+                    true => medusa_rows(&mut *head, &text, &states, width),
+                    false => run(&mut *head, &text, &states, width, sizes, 0),
+                };
+                let d = deviation(&of_own(&got, vocab, 290), &want);
+                assert!(d < bound, "{kind}, {name}, {mode:?}: {d:.1e} of the range away");
+            }
+        }
+    }
+}
+
+/// All guesses of every row.
+fn medusa_rows(head: &mut dyn HeadExecutor, text: &[u32], states: &[f32], width: usize) -> Vec<f32> {
+    let mut all = vec![];
+    for p in 0..TEXT - 4 {
+        let chunk =
+            Chunk { tokens: &text[p + 1..p + 2], start: p, blocks: &[9, 2], output: Output::Logits { from: 0 } };
+        let fed = Fed::Model(vec![&states[p * width..(p + 1) * width]]);
+        let ChunkOutput::Logits(got) = head.guess(&Plan { chunks: vec![chunk] }, &fed).unwrap().remove(0) else {
+            panic!("no logits")
+        };
+        all.extend(got);
+    }
+    all
+}
+
+/// Alone, chunked, in a batch, on another number of threads: the same bits.
+#[test]
+fn rows_do_not_depend_on_the_company() {
+    let text = tokens(TEXT);
+    let model = made("company", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), plain(true));
+    for (kind, spec) in heads().into_iter().filter(|(_, spec)| !spec.layers.is_empty()) {
+        let width = spec.guesses.as_ref().unwrap().width();
+        let file = made(&format!("company-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
+        for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::Int8)] {
+            let run = |threads, of: usize, sizes: &[usize], others| {
+                let mut executor = executor(&model, mode, kv, threads);
+                let mut head = executor.head(file.clone()).unwrap();
+                let states = states(&mut executor, &text, of);
+                run(&mut *head, &text, &states, width, sizes, others)
+            };
+            let want = run(1, TEXT, &[1], 0);
+            for (threads, of, sizes, others) in [(2, 5, &[TEXT][..], 0), (2, 1, &[3, 1, 8], 4), (3, 16, &[2], 7)] {
+                let got = run(threads, of, sizes, others);
+                let same = got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(
+                    same && got.len() == want.len(),
+                    "{kind} {mode:?}: {threads} threads, {sizes:?}, {others} others"
+                );
+            }
+        }
+    }
+}
+
+/// Tokens are those that the plain sampler takes from the logits, at the position behind the next.
+#[test]
+fn tokens_are_those_of_the_plain_sampler() {
+    let text = tokens(TEXT);
+    let model = made("tokens", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), plain(true));
+    let warm = SamplingParams { temperature: 1.5, seed: 7, ..SamplingParams::greedy() };
+    let careful = SamplingParams { frequency_penalty: 1.0, top_k: 20, temperature: 2.0, seed: 3, ..warm.clone() };
+    for (kind, spec) in heads() {
+        let medusa = matches!(spec.guesses.as_ref().unwrap().kind, HeadKind::Medusa { .. });
+        let width = spec.guesses.as_ref().unwrap().width();
+        let file = made(&format!("tokens-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
+        let mut executor = executor(&model, Mode::Int8, KvType::F16, 2);
+        let mut head = executor.head(file).unwrap();
+        let states = states(&mut executor, &text, TEXT);
+        for params in [&SamplingParams::greedy(), &warm, &careful] {
+            let mut ask = |output| {
+                let chunk = Chunk { tokens: &text[1..12], start: 0, blocks: &[9, 2], output };
+                let fed = Fed::Model(vec![&states[..11 * width]]);
+                head.guess(&Plan { chunks: vec![chunk] }, &fed).unwrap().remove(0)
+            };
+            let ChunkOutput::Logits(mut logits) = ask(Output::Logits { from: 10 }) else { panic!("no logits") };
+            let history = &text[..12];
+            let tokens = Output::Tokens { from: 10, params, history, prompt_len: 5, logprobs: None, allowed: None };
+            let ChunkOutput::Tokens(got) = ask(tokens) else { panic!("no tokens") };
+            let got: Vec<u32> = got.into_iter().map(|t| t.unwrap().token).collect();
+            let history = History { tokens: history, prompt_len: 5 };
+            let rows = logits.chunks_exact_mut(290).enumerate();
+            let want: Vec<u32> = rows
+                .map(|(i, row)| sample_allowed(row, params, history, 12 + i as u64, None, None).unwrap().token)
+                .collect();
+            assert_eq!((got.len(), got), (if medusa { 3 } else { 1 }, want), "{kind}");
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let text = tokens(TEXT);
+    let f16 = Scheme::Float(FloatType::F16);
+    let model = made("fits", f16, f16, plain(true));
+    let mut executor = executor(&model, Mode::F32, KvType::F32, 1);
+    let error = |got: Result<Box<dyn HeadExecutor>, ExecError>| got.err().unwrap().to_string();
+    assert!(error(executor.head(model.clone())).contains("expected a head, got a model"));
+    for (change, what) in [(0, "width"), (1, "model that has"), (2, "layers")] {
+        let mut spec = heads().remove(2).1;
+        let head = spec.guesses.as_mut().unwrap();
+        match change {
+            0 => head.model_hidden += 8,
+            1 => head.model_vocab += 1,
+            _ => head.states = quern_models::spec::States::Before { layers: vec![0, 3] },
+        }
+        let error = error(executor.head(made(&format!("fits-{change}"), f16, f16, spec)));
+        assert!(error.contains(what), "{error}");
+    }
+    let mut head = executor.head(made("fits-not", f16, f16, heads().remove(0).1)).unwrap();
+    let states = states(&mut executor, &text, TEXT);
+    let mut guess = |tokens: &[u32], fed: &Fed, history: &[u32]| {
+        let params = SamplingParams::greedy();
+        let output = Output::Tokens { from: 0, params: &params, history, prompt_len: 1, logprobs: None, allowed: None };
+        let chunk = Chunk { tokens, start: 0, blocks: &[0], output };
+        head.guess(&Plan { chunks: vec![chunk] }, fed).map(drop).map_err(|e| e.to_string())
+    };
+    assert!(guess(&[1], &Fed::Nothing, &[0, 1]).unwrap_err().contains("nothing"));
+    assert!(guess(&[1], &Fed::Model(vec![&states[..71]]), &[0, 1]).unwrap_err().contains("[72] numbers"));
+    assert!(guess(&[1], &Fed::Own(vec![]), &[0, 1]).unwrap_err().contains("numbers"));
+    assert!(guess(&[1], &Fed::Model(vec![&states[..72]]), &[1]).unwrap_err().contains("history"));
+    assert!(guess(&[300], &Fed::Model(vec![&states[..72]]), &[0, 300]).unwrap_err().contains("below 290"));
+    guess(&[1], &Fed::Model(vec![&states[..72]]), &[0, 1]).unwrap();
+}

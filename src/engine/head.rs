@@ -1,0 +1,214 @@
+//! A head that guesses from the model's states.
+//!
+//! The states of every row that the model computes are kept until the head reads them: with the next guesses, or when
+//! there are many. What it reads is where the model's keys and values are, in blocks of the same numbers, so that what
+//! the scheduler gives, shares, copies and takes back holds for both.
+//!
+//! A head's row reads a token and the state before it (`quern_models::spec::Head`), so the last row of a block that was
+//! found in the cache was read with another's token. That, and whatever it could not read, costs right guesses and
+//! nothing else: what it guesses changes no text.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Instant,
+};
+
+use quern_kernels::exec::{Chunk, ChunkOutput, ExecError, Fed, HeadExecutor, Output, Plan};
+use quern_models::{
+    ModelSpec,
+    spec::{Head as HeadSpec, HeadKind},
+};
+
+use super::writer::{Ability, Asked, Draft, Writer, Written, mean};
+use crate::{
+    draft::{MOST, Method},
+    sched::{Scheduled, Scheduler},
+};
+
+/// States of a text that are read without a guess when there are so many: a pass of many rows costs little for each.
+const MANY: usize = 64;
+
+/// A head, and the states that it has not read.
+pub(super) struct Head {
+    executor: Box<dyn HeadExecutor>,
+    spec: HeadSpec,
+    /// Numbers of a row's states, and of what a pass gives for the next.
+    width: usize,
+    hidden: usize,
+    context: usize,
+    /// Sequences that may be guessed, of the last step.
+    asked: BTreeSet<u64>,
+    kept: BTreeMap<u64, Kept>,
+    pass: f64,
+}
+
+/// States of consecutive positions of a text.
+struct Kept {
+    start: usize,
+    states: Vec<f32>,
+}
+
+impl Kept {
+    fn end(&self, width: usize) -> usize {
+        self.start + self.states.len() / width
+    }
+
+    /// Forgets those before a position.
+    fn forget(&mut self, before: usize, width: usize) {
+        let rows = (before - self.start).min(self.states.len() / width);
+        self.states.drain(..rows * width);
+        self.start = before;
+    }
+}
+
+/// A sequence on its way through the passes.
+struct Writing<'a> {
+    id: u64,
+    blocks: &'a [u32],
+    draft: Draft<'a>,
+    /// What the last pass gave for the next.
+    own: Vec<f32>,
+}
+
+impl Writing<'_> {
+    /// The row of the last guess.
+    fn chunk(&self) -> Chunk<'_> {
+        let text = &self.draft.text;
+        let start = text.len() - 2;
+        Chunk { tokens: &text[start + 1..], start, blocks: self.blocks, output: self.draft.output(0) }
+    }
+}
+
+impl Head {
+    /// A head on its device.
+    pub fn new(executor: Box<dyn HeadExecutor>, spec: &ModelSpec) -> Head {
+        let head = spec.guesses.clone().expect("an executor of a head has the spec of one");
+        let (hidden, context, width) = (spec.hidden, spec.max_context, head.width());
+        let (asked, kept) = (BTreeSet::new(), BTreeMap::new());
+        Head { executor, spec: head, width, hidden, context, asked, kept, pass: 0.0 }
+    }
+
+    /// Guesses that one pass gives.
+    fn at_once(&self) -> Option<usize> {
+        match self.spec.kind {
+            HeadKind::Medusa { guesses, .. } => Some(guesses),
+            HeadKind::Block { size, .. } => Some(size - 1),
+            HeadKind::Joined { .. } | HeadKind::Wide { .. } => None,
+        }
+    }
+
+    /// Outputs of a pass, and what the last row of each chunk gave for the next.
+    fn pass(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<(ChunkOutput, Vec<f32>)>, ExecError> {
+        let started = Instant::now();
+        let outputs = self.executor.guess(plan, fed)?;
+        let (own, hidden) = (self.executor.own()?, self.hidden);
+        let mut end = 0;
+        let both = outputs.into_iter().zip(&plan.chunks).map(|(output, chunk)| {
+            end += chunk.tokens.len() * hidden;
+            // Those that guess all at once feed nothing back.
+            (output, own.get(end - hidden..end).unwrap_or_default().to_vec())
+        });
+        let both = both.collect();
+        if plan.rows() <= 2 * plan.chunks.len() {
+            let each = started.elapsed().as_secs_f64() / self.at_once().unwrap_or(1) as f64;
+            mean(&mut self.pass, each);
+        }
+        Ok(both)
+    }
+}
+
+impl Writer for Head {
+    fn ability(&self) -> Ability {
+        let method = Method::of_head(&self.spec);
+        Ability { method, pass: self.pass, context: self.context, most: self.at_once().unwrap_or(MOST).min(MOST) }
+    }
+
+    fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
+        self.executor.copy_block(from, to)
+    }
+
+    fn keeps(&self) -> bool {
+        !self.asked.is_empty()
+    }
+
+    fn keep(&mut self, scheduler: &Scheduler, shares: &[Scheduled], states: &[f32]) {
+        let (width, mut at) = (self.width, 0);
+        for share in shares {
+            let of = at..at + share.count * width;
+            at = of.end;
+            let Some(s) = scheduler.running(share.id).filter(|s| self.asked.contains(&s.id)) else { continue };
+            let kept = self.kept.entry(share.id).or_insert(Kept { start: s.computed, states: vec![] });
+            if s.computed < kept.start || s.computed > kept.end(width) {
+                (kept.start, kept.states) = (s.computed, vec![]);
+            }
+            kept.states.truncate((s.computed - kept.start) * width);
+            // The rest of a step whose states are not there.
+            let Some(states) = states.get(of) else { continue };
+            kept.states.extend_from_slice(states);
+        }
+    }
+
+    fn write(&mut self, scheduler: &Scheduler, asked: &[Asked]) -> Result<BTreeMap<u64, Written>, ExecError> {
+        self.asked = asked.iter().map(|asked| asked.share.id).collect();
+        self.kept.retain(|&id, _| scheduler.running(id).is_some());
+        let (width, reads_all) = (self.width, !matches!(self.spec.kind, HeadKind::Medusa { .. }));
+        let (mut writing, mut rows, mut ends) = (vec![], vec![], vec![]);
+        for asked in asked {
+            let share = &asked.share;
+            let (Some(s), Some(kept)) = (scheduler.running(share.id), self.kept.get_mut(&share.id)) else { continue };
+            // What was computed of wrong guesses is none of the text.
+            let end = kept.end(width).min(s.computed).min(s.tokens.len().saturating_sub(1));
+            if end <= kept.start || end > self.context {
+                continue;
+            }
+            let guesses = share.guesses > 0 && end + 1 == s.tokens.len() && end + share.guesses < self.context;
+            if !reads_all {
+                kept.forget(end - 1, width);
+            }
+            if guesses {
+                writing.push(Writing { id: s.id, blocks: &s.blocks, draft: Draft::new(asked, &s.tokens), own: vec![] });
+                rows.push((s, kept.start..end));
+            } else if end - kept.start >= MANY {
+                ends.push((s, kept.start..end));
+            }
+        }
+        let guessing = rows.len();
+        rows.append(&mut ends);
+        if rows.is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        let kept = std::mem::take(&mut self.kept);
+        let (mut plan, mut fed) = (Plan::default(), vec![]);
+        for (i, (s, rows)) in rows.iter().enumerate() {
+            let (tokens, start) = (&s.tokens[rows.start + 1..rows.end + 1], rows.start);
+            let output = if i < guessing { writing[i].draft.output(rows.len() - 1) } else { Output::None };
+            plan.chunks.push(Chunk { tokens, start, blocks: &s.blocks, output });
+            fed.push(&kept[&s.id].states[..rows.len() * width]);
+        }
+        let mut got = self.pass(&plan, &Fed::Model(fed));
+        drop(plan);
+        self.kept = kept;
+        for (s, rows) in rows {
+            if let Some(kept) = self.kept.get_mut(&s.id).filter(|_| reads_all) {
+                kept.forget(rows.end, width);
+            }
+        }
+        let vocab = self.spec.model_vocab;
+        loop {
+            for (w, (output, own)) in writing.iter_mut().filter(|w| w.draft.left > 0).zip(got?) {
+                w.own = own;
+                w.draft.take(output, vocab, vocab);
+                if self.at_once().is_some() {
+                    w.draft.left = 0;
+                }
+            }
+            let left: Vec<&Writing> = writing.iter().filter(|w| w.draft.left > 0).collect();
+            if left.is_empty() {
+                break;
+            }
+            let plan = Plan { chunks: left.iter().map(|w| w.chunk()).collect() };
+            got = self.pass(&plan, &Fed::Own(left.iter().map(|w| &w.own[..]).collect()));
+        }
+        Ok(writing.into_iter().map(|w| (w.id, w.draft.done())).collect())
+    }
+}
