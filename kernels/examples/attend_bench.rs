@@ -10,6 +10,7 @@ use std::{hint::black_box, time::Instant};
 use quern_kernels::cpu::attend::{Chunk, Params, Workspace, attend};
 use quern_kernels::cpu::kv::{BLOCK, KvLayer, KvMemory, KvType};
 use quern_kernels::cpu::lanes::Simd;
+use quern_kernels::exec::Mask;
 use quern_kernels::team::{Team, split};
 
 const KINDS: [KvType; 3] = [KvType::F16, KvType::Int8, KvType::F32];
@@ -119,7 +120,14 @@ fn decode(simd: Simd, line: &str, shape: Shape, depth: usize, sequences: usize, 
                     let params = Params { layer, heads, scale: 0.125, window: None };
                     let chunks: Vec<Chunk> = table
                         .chunks(depth / BLOCK)
-                        .map(|table| Chunk { q: &q, stride: heads * d, rows: 1, pos0: depth - 1, table })
+                        .map(|table| Chunk {
+                            q: &q,
+                            stride: heads * d,
+                            rows: 1,
+                            pos0: depth - 1,
+                            table,
+                            mask: Mask::Causal,
+                        })
                         .collect();
                     // SAFETY: nobody appends.
                     unsafe { attend(simd, &team, space, kv, &params, &chunks, &mut out) };
@@ -180,7 +188,7 @@ fn prefill(simd: Simd, line: &str, shape: Shape, start: usize, rows: usize, thre
             times[i].push(time(1, || {
                 for layer in 0..layers {
                     let params = Params { layer, heads, scale: 0.125, window: None };
-                    let chunk = Chunk { q: &q, stride: heads * d, rows, pos0: start, table };
+                    let chunk = Chunk { q: &q, stride: heads * d, rows, pos0: start, table, mask: Mask::Causal };
                     // SAFETY: nobody appends.
                     unsafe { attend(simd, &team, space, kv, &params, &[chunk], &mut out) };
                 }

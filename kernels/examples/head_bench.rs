@@ -12,7 +12,7 @@ use std::{
 
 use quern_kernels::{
     cpu::{acts::Mode, kv::KvType},
-    exec::{Chunk, CpuExecutor, CpuOptions, Executor, Output, Plan},
+    exec::{Chunk, CpuExecutor, CpuOptions, Executor, Mask, Output, Plan},
     sample::SamplingParams,
 };
 use quern_models::{
@@ -66,7 +66,13 @@ fn main() {
                     allowed: None,
                 },
             };
-            let chunk = |blocks| Chunk { tokens: &history[DEPTH..], start: DEPTH, blocks, output: output() };
+            let chunk = |blocks| Chunk {
+                tokens: &history[DEPTH..],
+                start: DEPTH,
+                blocks,
+                mask: Mask::Causal,
+                output: output(),
+            };
             let plan = Plan { chunks: blocks.iter().map(|b| chunk(&b[..])).collect() };
             let start = Instant::now();
             let ticket = executor.submit(&plan).expect("a plan that can be run");

@@ -5,6 +5,7 @@ pub mod cores;
 pub mod cpu;
 pub mod cuda;
 pub mod exec;
+mod mask;
 pub mod memory;
 pub mod reference;
 pub mod team;

@@ -5,6 +5,7 @@ use quern_kernels::cpu::attend::{
 };
 use quern_kernels::cpu::kv::{BLOCK, KvLayer, KvMemory, KvType};
 use quern_kernels::cpu::lanes::Simd;
+use quern_kernels::exec::{Mask, tree_mask};
 use quern_kernels::reference::ops as oracle;
 use quern_kernels::team::{Disjoint, Team};
 
@@ -82,7 +83,7 @@ impl Case {
     fn chunk(&self, pos0: usize, rows: usize) -> Chunk<'_> {
         assert!(pos0 + rows <= self.tokens);
         let stride = self.width();
-        Chunk { q: &self.q[pos0 * stride..], stride, rows, pos0, table: &self.table }
+        Chunk { q: &self.q[pos0 * stride..], stride, rows, pos0, table: &self.table, mask: Mask::Causal }
     }
 
     fn attend(&self, simd: Simd, team: &Team, chunks: &[Chunk]) -> Vec<f32> {
@@ -195,6 +196,140 @@ fn every_window() {
         conform(KvType::F16, 1, 7, 16, Some(window));
         conform(KvType::Int8, 2, 3, 40, Some(window));
         conform(KvType::Int8, 1, 7, 16, Some(window));
+    }
+}
+
+/// Masks of a random tree; the first rows are often a chain, where guesses are surest.
+fn random_tree(random: &mut Random, rows: usize) -> Vec<u64> {
+    let parent = |row: usize, random: &mut Random| match random.bits() % 8 {
+        _ if row == 0 => None,
+        0 if random.bits().is_multiple_of(4) => None,
+        0..3 => Some(row - 1),
+        _ => Some(random.bits() as usize % row),
+    };
+    let parents: Vec<_> = (0..rows).map(|row| parent(row, random)).collect();
+    tree_mask(&parents)
+}
+
+/// A case like another, in which the tokens of a row's path lie one behind the other from `start` on, NaN behind them.
+fn straightened(of: &Case, start: usize, mask: u64) -> Case {
+    let layer = of.kv.layer(1);
+    let (d, group) = (layer.head_dim, of.params.heads / layer.kv_heads);
+    let mut case = Case::new(of.kv.kind(), layer.kv_heads, group, d, of.tokens);
+    case.params = of.params;
+    let nan = vec![f32::NAN; d];
+    let path: Vec<usize> = (0..64).filter(|j| mask >> j & 1 == 1).map(|j| start + j).collect();
+    let place = |t: usize| (of.table[t / BLOCK], t % BLOCK);
+    for h in 0..layer.kv_heads {
+        for t in start..case.table.len() * BLOCK {
+            // SAFETY: one thread.
+            unsafe { case.kv.append(1, place(t).0, place(t).1, h, &nan, &nan) };
+        }
+    }
+    for (i, &t) in path.iter().enumerate() {
+        for h in 0..layer.kv_heads {
+            let (k, v) = of.kv.read(1, place(t).0, place(t).1, h);
+            // SAFETY: one thread.
+            unsafe { case.kv.append(1, place(start + i).0, place(start + i).1, h, &k, &v) };
+        }
+    }
+    case
+}
+
+/// Trees and blocks against the oracle; every row of a tree against the last row of its path as a plain chunk, bit for
+/// bit, on every instruction set, whole and in splits, beside other chunks.
+fn conform_masks(kind: KvType, kv_heads: usize, group: usize, d: usize, window: Option<usize>) {
+    let mut random = Random(0x2545_f491_4f6c_dd1d ^ (d * 8 + group) as u64);
+    let mut case = Case::new(kind, kv_heads, group, d, 640);
+    case.params.window = window;
+    let width = case.width();
+    let team = Team::new(3);
+    for (start, rows) in
+        [(0, 1), (0, 5), (3, 64), (16, 17), (31, 2), (250, 33), (255, 1), (256, 9), (509, 13), (570, 64)]
+    {
+        let masks = random_tree(&mut random, rows);
+        let tree = Chunk { mask: Mask::Tree(&masks), ..case.chunk(start, rows) };
+        let full = Chunk { mask: Mask::Full, ..case.chunk(start, rows) };
+        let before = case.chunk(40, 3);
+        let tall = case.attend(Simd::PORTABLE, &Team::new(1), &[tree]);
+        let wide = case.attend(Simd::PORTABLE, &Team::new(1), &[full]);
+        for simd in Simd::available() {
+            let got = case.attend(simd, &team, &[full, before, tree]);
+            let (got_full, got_tree) = (&got[..rows * width], &got[(rows + 3) * width..]);
+            assert_eq!(bits(got_full), bits(&wide), "{} {kind:?} group {group} d {d} start {start}", simd.name());
+            assert_eq!(bits(got_tree), bits(&tall), "{} {kind:?} group {group} d {d} start {start}", simd.name());
+        }
+        for row in 0..rows {
+            let plain = straightened(&case, start, masks[row]);
+            let pos = start + masks[row].count_ones() as usize - 1;
+            let q = &case.q[(start + row) * width..];
+            let one = Chunk { q, stride: width, rows: 1, pos0: pos, table: &plain.table, mask: Mask::Causal };
+            let want = plain.attend(Simd::detect(), &Team::new(1), &[one]);
+            let got = &tall[row * width..(row + 1) * width];
+            assert!(got.iter().all(|x| x.is_finite()));
+            assert_eq!(bits(got), bits(&want), "{kind:?} group {group} d {d} window {window:?} row {row} at {start}");
+            if row % 7 == 0 || row + 1 == rows {
+                case.check_oracle(&tree, row, got);
+                case.check_oracle(&full, row, &wide[row * width..(row + 1) * width]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_of_a_tree_is_the_end_of_its_path() {
+    for kind in KINDS {
+        conform_masks(kind, 1, 1, 8, None);
+        conform_masks(kind, 2, 3, 24, None);
+        conform_masks(kind, 1, 8, 16, None);
+        conform_masks(kind, 1, 5, 128, None);
+        conform_masks(kind, 1, 7, 16, Some(1));
+        conform_masks(kind, 2, 2, 16, Some(9));
+        conform_masks(kind, 1, 4, 40, Some(40));
+        conform_masks(kind, 1, 1, 64, Some(300));
+    }
+}
+
+/// A tree that is a chain is a plain chunk.
+#[test]
+fn a_chain_gives_the_bits_of_a_plain_chunk() {
+    for kind in KINDS {
+        for window in [None, Some(1), Some(20), Some(280)] {
+            let mut case = Case::new(kind, 2, 3, 40, 640);
+            case.params.window = window;
+            for (start, rows) in [(0, 3), (13, 64), (240, 40), (500, 64), (576, 64)] {
+                let parents: Vec<Option<usize>> = (0..rows).map(|row: usize| row.checked_sub(1)).collect();
+                let masks = tree_mask(&parents);
+                let plain = case.chunk(start, rows);
+                let tree = Chunk { mask: Mask::Tree(&masks), ..plain };
+                for simd in Simd::available() {
+                    let want = case.attend(simd, &Team::new(1), &[plain]);
+                    assert_eq!(bits(&case.attend(simd, &Team::new(2), &[tree])), bits(&want), "{kind:?} {start}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn slots_move_with_all_that_is_theirs() {
+    for kind in KINDS {
+        let case = Case::new(kind, 2, 3, 24, 100);
+        let place = |t: usize| (case.table[t / BLOCK], t % BLOCK);
+        let read = |t: usize, h: usize| {
+            let (k, v) = case.kv.read(1, place(t).0, place(t).1, h);
+            [bits(&k), bits(&v)]
+        };
+        let all: Vec<_> = (0..100).map(|t| [read(t, 0), read(t, 1)]).collect();
+        for (from, to) in [(17, 15), (18, 16), (99, 18), (40, 40)] {
+            // SAFETY: one thread.
+            unsafe { case.kv.copy_slot(place(from), place(to)) };
+        }
+        for (t, was) in all.iter().enumerate() {
+            let from = [(15, 17), (16, 18), (18, 99)].iter().find(|(to, _)| *to == t).map_or(t, |(_, from)| *from);
+            let want = if from == t { was } else { &all[from] };
+            assert_eq!(&[read(t, 0), read(t, 1)], want, "{kind:?} token {t}");
+        }
     }
 }
 

@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 use quern_kernels::{
     cpu::{acts::Mode, kv::KvType},
-    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, NO_BLOCK, Output, Plan},
+    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Mask, NO_BLOCK, Output, Plan},
     reference,
     sample::{History, SampleError, SamplingParams, sample},
 };
 use quern_models::{FloatType, ModelFile, Scheme, ZeroKind, spec::Attn};
-use support::{deviation, everything, int, made, model, plain, run, tokens};
+use support::{deviation, everything, int, made, model, plain, run, tokens, trees};
 
 fn executor(file: &Arc<ModelFile>, mode: Mode, kv: KvType, threads: usize) -> CpuExecutor {
     CpuExecutor::new(file.clone(), CpuOptions { threads, blocks: 64, mode, kv }).unwrap()
@@ -70,7 +70,7 @@ fn a_position_beyond_the_table_is_refused() {
     let file = made("positions", Scheme::Float(FloatType::F16), Scheme::Float(FloatType::F16), spec);
     let mut executor = executor(&file, Mode::F32, KvType::F32, 1);
     let mut submit = |start| {
-        let chunk = Chunk { tokens: &[1], start, blocks: &[0, 1], output: Output::None };
+        let chunk = Chunk { tokens: &[1], start, blocks: &[0, 1], mask: Mask::Causal, output: Output::None };
         executor.submit(&Plan { chunks: vec![chunk] }).map_err(|e| e.to_string())
     };
     submit(15).unwrap();
@@ -116,7 +116,8 @@ fn sampled_tokens_follow_the_logits_and_the_seed() {
     let mut ask = |params: &SamplingParams| {
         let output =
             Output::Tokens { from: 15, params, history: &tokens, prompt_len: 20, logprobs: Some(2), allowed: None };
-        let plan = Plan { chunks: vec![Chunk { tokens: &tokens, start: 0, blocks: &[7, 9], output }] };
+        let plan =
+            Plan { chunks: vec![Chunk { tokens: &tokens, start: 0, blocks: &[7, 9], mask: Mask::Causal, output }] };
         let ticket = executor.submit(&plan).unwrap();
         match executor.collect(ticket).unwrap().remove(0) {
             ChunkOutput::Tokens(t) => t.into_iter().map(Result::unwrap).collect::<Vec<_>>(),
@@ -168,7 +169,8 @@ fn tokens_are_those_of_the_plain_sampler() {
     for threads in 1..4 {
         let mut executor = executor(&file, Mode::Int8, KvType::F16, threads);
         let blocks: Vec<[u32; 2]> = (0..10).map(|i| [2 * i, 2 * i + 1]).collect();
-        let chunk = |i: usize, output| Chunk { tokens: &tokens, start: 0, blocks: &blocks[i], output };
+        let chunk =
+            |i: usize, output| Chunk { tokens: &tokens, start: 0, blocks: &blocks[i], mask: Mask::Causal, output };
         let mut chunks: Vec<Chunk> = kinds
             .iter()
             .enumerate()
@@ -208,6 +210,7 @@ fn rows_without_a_number_are_errors_of_their_chunk() {
         tokens: &[1, 2],
         start: 0,
         blocks,
+        mask: Mask::Causal,
         output: Output::Tokens { from: 1, params, history: &[1, 2], prompt_len: 2, logprobs: None, allowed: None },
     };
     let plan = Plan { chunks: vec![chunk(&[0], &greedy), chunk(&[1], &warm), chunk(&[2], &greedy)] };
@@ -236,7 +239,8 @@ fn a_decoding_step_has_five_regions_a_layer() {
     let mut executor = executor(&file, Mode::Int8, KvType::F16, 2);
     run(&mut executor, &tokens(20), &[20], 0);
     let before = executor.regions();
-    let chunk = Chunk { tokens: &[1], start: 20, blocks: &[3, 8], output: Output::Logits { from: 0 } };
+    let chunk =
+        Chunk { tokens: &[1], start: 20, blocks: &[3, 8], mask: Mask::Causal, output: Output::Logits { from: 0 } };
     executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
     assert_eq!(executor.regions() - before, 2 * 5 + 1);
     for params in [SamplingParams::greedy(), SamplingParams { top_p: 0.9, ..SamplingParams::default() }] {
@@ -249,7 +253,7 @@ fn a_decoding_step_has_five_regions_a_layer() {
             logprobs: None,
             allowed: None,
         };
-        let chunk = Chunk { tokens: &[1], start: 20, blocks: &[3, 8], output };
+        let chunk = Chunk { tokens: &[1], start: 20, blocks: &[3, 8], mask: Mask::Causal, output };
         executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
         assert_eq!(executor.regions() - before, 2 * 5 + 1, "{params:?}");
     }
@@ -260,7 +264,7 @@ fn a_wrong_plan_is_refused() {
     let file = model("plan", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
     let mut executor = executor(&file, Mode::Int8, KvType::F16, 1);
     let mut refused = |tokens: &[u32], start, blocks: &[u32]| {
-        let chunk = Chunk { tokens, start, blocks, output: Output::None };
+        let chunk = Chunk { tokens, start, blocks, mask: Mask::Causal, output: Output::None };
         executor.submit(&Plan { chunks: vec![chunk] }).unwrap_err().to_string()
     };
     assert!(refused(&[], 0, &[0]).contains("tokens"));
@@ -270,7 +274,7 @@ fn a_wrong_plan_is_refused() {
     assert!(refused(&[1; 17], 0, &[3, 3]).contains("twice"));
     let ticket = executor.submit(&Plan::default()).unwrap();
     assert!(executor.collect(ticket).unwrap().is_empty());
-    let chunk = |blocks| Chunk { tokens: &[1], start: 0, blocks, output: Output::None };
+    let chunk = |blocks| Chunk { tokens: &[1], start: 0, blocks, mask: Mask::Causal, output: Output::None };
     let plan = Plan { chunks: vec![chunk(&[2, 5]), chunk(&[2, 6])] };
     assert!(matches!(executor.submit(&plan), Err(ExecError::Plan { chunk: 1, .. })));
 }
@@ -293,7 +297,7 @@ fn masks_allow_what_they_say() {
             let (history, allowed) = (&tokens[..], Some(allowed));
             let output =
                 Output::Tokens { from: 10, params: &params, history, prompt_len: 12, logprobs: Some(1), allowed };
-            let chunk = Chunk { tokens: &tokens, start: 0, blocks: &[1], output };
+            let chunk = Chunk { tokens: &tokens, start: 0, blocks: &[1], mask: Mask::Causal, output };
             let ticket = executor.submit(&Plan { chunks: vec![chunk] }).map_err(|e| e.to_string())?;
             match executor.collect(ticket).unwrap().remove(0) {
                 ChunkOutput::Tokens(t) => Ok::<_, String>(t),
@@ -325,7 +329,7 @@ fn hidden_states_are_what_the_head_reads() {
         let tokens = tokens(20);
         let logits = run(&mut executor(&file, Mode::F32, KvType::F32, 1), &tokens, &[20], 0);
         let mut executor = executor(&file, Mode::F32, KvType::F32, 2);
-        let chunk = |blocks, output| Chunk { tokens: &tokens, start: 0, blocks, output };
+        let chunk = |blocks, output| Chunk { tokens: &tokens, start: 0, blocks, mask: Mask::Causal, output };
         let chunks = vec![chunk(&[2, 3], Output::Hidden { from: 5 }), chunk(&[0, 1], Output::Logits { from: 19 })];
         let ticket = executor.submit(&Plan { chunks }).unwrap();
         let mut outputs = executor.collect(ticket).unwrap();
@@ -364,7 +368,8 @@ fn blocks_may_leave_and_move() {
         let mut executor = executor(&file, Mode::Int8, kv, 2);
         let step = |executor: &mut CpuExecutor, range: std::ops::Range<usize>, blocks: &[u32]| {
             let output = Output::Logits { from: 0 };
-            let chunk = Chunk { tokens: &tokens[range.clone()], start: range.start, blocks, output };
+            let chunk =
+                Chunk { tokens: &tokens[range.clone()], start: range.start, blocks, mask: Mask::Causal, output };
             let ticket = executor.submit(&Plan { chunks: vec![chunk] }).map_err(|e| e.to_string())?;
             match executor.collect(ticket).unwrap().remove(0) {
                 ChunkOutput::Logits(l) => Ok::<_, String>(l),
@@ -383,4 +388,50 @@ fn blocks_may_leave_and_move() {
         let got = step(&mut executor, 52..60, &[NO_BLOCK, NO_BLOCK, 9, 2]).unwrap();
         assert_eq!(got, want[52 * 290..], "{kv:?}");
     }
+}
+
+const MODES: [(Mode, KvType, usize); 4] = [
+    (Mode::Int8, KvType::F16, 1),
+    (Mode::Int8, KvType::F16, 3),
+    (Mode::F32, KvType::F32, 2),
+    (Mode::Int8, KvType::Int8, 2),
+];
+
+/// Verification of trees is exact: nobody can tell from the text that there were guesses beside those accepted.
+#[test]
+fn rows_of_trees_are_ends_of_their_paths() {
+    for (name, spec) in [("trees", plain(true)), ("trees-all", everything())] {
+        let file = made(name, int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
+        for (mode, kv, threads) in MODES {
+            let mut executor = executor(&file, mode, kv, threads);
+            let what = format!("{name} {mode:?} {kv:?}");
+            let sizes = [(0, 1), (0, 6), (13, 20), (30, 5), (41, 64), (63, 2), (100, 9)];
+            trees::trees_are_their_paths(&mut executor, 290, &sizes, &what);
+            trees::chains_are_plain(&mut executor, 290, &[(0, 5), (15, 64), (33, 7)], &what);
+        }
+    }
+}
+
+/// A block whose rows see each other, against the oracle.
+#[test]
+fn full_blocks_equal_the_oracle() {
+    let f32s = Scheme::Float(FloatType::F32);
+    for (name, spec) in [("full", plain(true)), ("full-all", everything())] {
+        let file = made(name, f32s, f32s, spec);
+        for (start, rows) in [(0, 3), (20, 16), (30, 5), (7, 64)] {
+            let tokens = tokens(start + rows);
+            let want = reference::forward::masked(&file, &tokens, start, Mask::Full);
+            let got = trees::full_block(&mut executor(&file, Mode::F32, KvType::F32, 2), &tokens, start);
+            let d = deviation(&got, &want);
+            assert!(d < 3e-6, "{name}, {rows} rows at {start}: {d:.1e} of the range away");
+            let causal = reference::forward::logits(&file, &tokens);
+            assert!(deviation(&causal, &want) > 1e-3, "{name}: the mask changes nothing");
+        }
+    }
+}
+
+#[test]
+fn wrong_masks_and_moves_are_refused() {
+    let file = model("masked", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    trees::wrong_masks_are_refused(&mut executor(&file, Mode::Int8, KvType::F16, 1));
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use quern_kernels::{
     cpu::{acts::Mode, kv::KvType},
-    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Fed, HeadExecutor, Output, Plan},
+    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Fed, HeadExecutor, Mask, Output, Plan},
     reference::head::{State, guesses},
     sample::{History, SamplingParams, sample_allowed},
 };
@@ -25,7 +25,7 @@ fn executor(file: &Arc<ModelFile>, mode: Mode, kv: KvType, threads: usize) -> Cp
 fn states(executor: &mut dyn Executor, text: &[u32], size: usize) -> Vec<f32> {
     let mut all = vec![];
     for (i, tokens) in text.chunks(size).enumerate() {
-        let chunk = Chunk { tokens, start: i * size, blocks: &[3, 4], output: Output::None };
+        let chunk = Chunk { tokens, start: i * size, blocks: &[3, 4], mask: Mask::Causal, output: Output::None };
         let ticket = executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
         executor.collect(ticket).unwrap();
         all.extend_from_slice(executor.states().unwrap());
@@ -53,11 +53,23 @@ fn run(
         let mut fed: Vec<&[f32]> = vec![];
         for (o, blocks) in beside.iter().enumerate() {
             let n = if fed_own { 1 } else { 1 + o % 3 };
-            chunks.push(Chunk { tokens: &text[o..o + n], start: o, blocks, output: Output::Logits { from: 0 } });
+            chunks.push(Chunk {
+                tokens: &text[o..o + n],
+                start: o,
+                blocks,
+                mask: Mask::Causal,
+                output: Output::Logits { from: 0 },
+            });
             fed.push(if fed_own { &own } else { &states[o * width..(o + n) * width] });
         }
         let tokens = &text[at + 1..at + 1 + n];
-        chunks.push(Chunk { tokens, start: at, blocks: &[9, 2], output: Output::Logits { from: 0 } });
+        chunks.push(Chunk {
+            tokens,
+            start: at,
+            blocks: &[9, 2],
+            mask: Mask::Causal,
+            output: Output::Logits { from: 0 },
+        });
         fed.push(if fed_own { &own } else { &states[at * width..(at + n) * width] });
         let fed = if fed_own { Fed::Own(fed) } else { Fed::Model(fed) };
         let got = head.guess(&Plan { chunks }, &fed).unwrap().pop().unwrap();
@@ -123,8 +135,13 @@ fn heads_equal_the_oracle() {
 fn medusa_rows(head: &mut dyn HeadExecutor, text: &[u32], states: &[f32], width: usize) -> Vec<f32> {
     let mut all = vec![];
     for p in 0..TEXT - 4 {
-        let chunk =
-            Chunk { tokens: &text[p + 1..p + 2], start: p, blocks: &[9, 2], output: Output::Logits { from: 0 } };
+        let chunk = Chunk {
+            tokens: &text[p + 1..p + 2],
+            start: p,
+            blocks: &[9, 2],
+            mask: Mask::Causal,
+            output: Output::Logits { from: 0 },
+        };
         let fed = Fed::Model(vec![&states[p * width..(p + 1) * width]]);
         let ChunkOutput::Logits(got) = head.guess(&Plan { chunks: vec![chunk] }, &fed).unwrap().remove(0) else {
             panic!("no logits")
@@ -178,7 +195,7 @@ fn tokens_are_those_of_the_plain_sampler() {
         let states = states(&mut executor, &text, TEXT);
         for params in [&SamplingParams::greedy(), &warm, &careful] {
             let mut ask = |output| {
-                let chunk = Chunk { tokens: &text[1..12], start: 0, blocks: &[9, 2], output };
+                let chunk = Chunk { tokens: &text[1..12], start: 0, blocks: &[9, 2], mask: Mask::Causal, output };
                 let fed = Fed::Model(vec![&states[..11 * width]]);
                 head.guess(&Plan { chunks: vec![chunk] }, &fed).unwrap().remove(0)
             };
@@ -221,7 +238,7 @@ fn what_does_not_fit_is_refused() {
     let mut guess = |tokens: &[u32], fed: &Fed, history: &[u32]| {
         let params = SamplingParams::greedy();
         let output = Output::Tokens { from: 0, params: &params, history, prompt_len: 1, logprobs: None, allowed: None };
-        let chunk = Chunk { tokens, start: 0, blocks: &[0], output };
+        let chunk = Chunk { tokens, start: 0, blocks: &[0], mask: Mask::Causal, output };
         head.guess(&Plan { chunks: vec![chunk] }, fed).map(drop).map_err(|e| e.to_string())
     };
     assert!(guess(&[1], &Fed::Nothing, &[0, 1]).unwrap_err().contains("nothing"));

@@ -13,7 +13,7 @@ use std::{
     time::Instant,
 };
 
-use quern_kernels::exec::{Chunk, ChunkOutput, ExecError, Fed, HeadExecutor, Output, Plan};
+use quern_kernels::exec::{Chunk, ChunkOutput, ExecError, Fed, HeadExecutor, Mask, Output, Plan};
 use quern_models::{
     ModelSpec,
     spec::{Head as HeadSpec, HeadKind},
@@ -75,7 +75,13 @@ impl Writing<'_> {
     fn chunk(&self) -> Chunk<'_> {
         let text = &self.draft.text;
         let start = text.len() - 2;
-        Chunk { tokens: &text[start + 1..], start, blocks: self.blocks, output: self.draft.output(0) }
+        Chunk {
+            tokens: &text[start + 1..],
+            start,
+            blocks: self.blocks,
+            mask: Mask::Causal,
+            output: self.draft.output(0),
+        }
     }
 }
 
@@ -182,7 +188,7 @@ impl Writer for Head {
         for (i, (s, rows)) in rows.iter().enumerate() {
             let (tokens, start) = (&s.tokens[rows.start + 1..rows.end + 1], rows.start);
             let output = if i < guessing { writing[i].draft.output(rows.len() - 1) } else { Output::None };
-            plan.chunks.push(Chunk { tokens, start, blocks: &s.blocks, output });
+            plan.chunks.push(Chunk { tokens, start, blocks: &s.blocks, mask: Mask::Causal, output });
             fed.push(&kept[&s.id].states[..rows.len() * width]);
         }
         let mut got = self.pass(&plan, &Fed::Model(fed));

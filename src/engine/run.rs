@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Instant};
 
 use quern_kernels::{
     cpu::kv::{BLOCK, KvType},
-    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, Plan},
+    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, Mask, Plan},
     sample::Sampled,
 };
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
@@ -244,6 +244,7 @@ impl Engine {
                 tokens: &s.tokens[s.computed..end],
                 start: s.computed,
                 blocks: &s.blocks,
+                mask: Mask::Causal,
                 output: self.active[&share.id].output(*share, &s.tokens[..end]),
             });
         }

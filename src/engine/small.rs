@@ -10,7 +10,7 @@
 
 use std::{collections::BTreeMap, time::Instant};
 
-use quern_kernels::exec::{Chunk, ExecError, Executor, Output, Plan};
+use quern_kernels::exec::{Chunk, ExecError, Executor, Mask, Output, Plan};
 use quern_models::ModelSpec;
 
 use super::writer::{Ability, Asked, Draft, Writer, Written, mean};
@@ -47,7 +47,8 @@ struct Writing<'a> {
 impl Writing<'_> {
     fn chunk(&self) -> Chunk<'_> {
         let tokens = &self.draft.text[self.read..];
-        Chunk { tokens, start: self.read, blocks: self.blocks, output: self.draft.output(tokens.len() - 1) }
+        let output = self.draft.output(tokens.len() - 1);
+        Chunk { tokens, start: self.read, blocks: self.blocks, mask: Mask::Causal, output }
     }
 }
 
@@ -108,6 +109,7 @@ impl Writer for Small {
                     tokens: &s.tokens[read..end],
                     start: read,
                     blocks: &s.blocks,
+                    mask: Mask::Causal,
                     output: Output::None,
                 }));
             }

@@ -6,7 +6,7 @@ use quern::engine::{Engine, EngineOptions, Event, Finish, Generator, Request};
 use quern_convert::{Options, Report, convert};
 use quern_kernels::{
     cpu::kv::{BLOCK, KvType},
-    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecOptions, Executor, Output, Plan},
+    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecOptions, Executor, Mask, Output, Plan},
     sample::SamplingParams,
 };
 use quern_models::ModelFile;
@@ -113,7 +113,9 @@ impl Sequence {
     /// Logits after each of the next tokens, `[tokens, vocab]`.
     pub fn push(&mut self, tokens: &[u32]) -> Vec<f32> {
         let output = Output::Logits { from: 0 };
-        let plan = Plan { chunks: vec![Chunk { tokens, start: self.computed, blocks: &self.blocks, output }] };
+        let plan = Plan {
+            chunks: vec![Chunk { tokens, start: self.computed, blocks: &self.blocks, mask: Mask::Causal, output }],
+        };
         let ticket = self.executor.submit(&plan).unwrap();
         self.computed += tokens.len();
         match self.executor.collect(ticket).unwrap().remove(0) {

@@ -5,6 +5,10 @@
 //! block; splits are folded from left to right. All of it depends on the row's own position and window only, so a
 //! row gets the same bits alone or in a chunk, however units are cut and whoever runs them.
 //!
+//! Rows of a tree share the blocks before the chunk; of the chunk's own tokens each gets those of its path, copied one
+//! behind the other, where a plain sequence would have them. So it computes what it would compute there, in the same
+//! order.
+//!
 //! [`attend`] does a whole step; the unit functions below it are for callers that plan regions themselves. The
 //! arithmetic is in `tile`.
 
@@ -21,10 +25,13 @@ use super::lanes::Avx2;
 #[cfg(target_arch = "aarch64")]
 use super::lanes::Neon;
 use super::lanes::{Kind, Portable, Simd};
-use crate::team::{Disjoint, Team, split as share};
+use crate::{
+    mask::Mask,
+    team::{Disjoint, Team, split as share},
+};
 use codes::Codes;
 use loops::{Half, Loops, Single};
-use tile::{Group, State, Storage};
+use tile::{Group, Own, Rows, State, Storage};
 
 /// Calls `$f::<lanes, storage>` for what the CPU and the cache are.
 macro_rules! run {
@@ -74,10 +81,28 @@ pub struct Chunk<'a> {
     pub stride: usize,
     /// Rows.
     pub rows: usize,
-    /// Position of row 0; row `r` sees tokens up to and including `pos0 + r`.
+    /// Slot of row 0; that of row `r` is `pos0 + r`.
     pub pos0: usize,
     /// Blocks of the sequence in order, at least up to the last row's token. What lies further is never looked at.
     pub table: &'a [u32],
+    /// Which rows see each other; one that `Mask::check` passed.
+    pub mask: Mask<'a>,
+}
+
+impl Chunk<'_> {
+    /// Position of the last token that a row sees, in the order of the tokens that it sees. It sees all up to there but
+    /// for the window.
+    fn last(&self, row: usize) -> usize {
+        self.pos0 + self.mask.last(self.rows, row)
+    }
+
+    /// Least and greatest [`Chunk::last`] of some rows, at least one.
+    fn lasts(&self, rows: Range<usize>) -> (usize, usize) {
+        match self.mask {
+            Mask::Tree(_) => rows.fold((usize::MAX, 0), |(a, b), r| (a.min(self.last(r)), b.max(self.last(r)))),
+            _ => (self.last(rows.start), self.last(rows.end - 1)),
+        }
+    }
 }
 
 /// Working memory of [`attend`], kept from step to step.
@@ -93,6 +118,7 @@ pub struct Workspace {
 #[derive(Default)]
 pub struct Scratch {
     lines: Vec<Line>,
+    own: Own,
 }
 
 /// A cache line; only ever looked at through pointers.
@@ -205,7 +231,7 @@ impl Workspace {
         let (mut out, mut partials) = (0, 0);
         for (index, chunk) in chunks.iter().enumerate() {
             let step = rows_of_unit(group);
-            let all = splits_of(params, chunk);
+            let all = splits_of(params, chunk, 0..chunk.rows);
             let slots = all.len();
             let size = chunk.rows * params.heads * slots * partial_len(layer.head_dim);
             let largest = cost(params, chunk, chunk.rows.saturating_sub(step)..chunk.rows, group);
@@ -222,8 +248,7 @@ impl Workspace {
                         self.units.push(Unit { chunk: index, rows, kv_head, split: None, out, cost });
                         continue;
                     }
-                    let last = chunk.pos0 + rows.end - 1;
-                    let seen = splits(chunk.pos0 + rows.start, params.window).start..last / SPLIT + 1;
+                    let seen = splits_of(params, chunk, rows.clone());
                     for split in seen.clone() {
                         let (rows, cost) = (rows.clone(), cost / seen.len());
                         self.units.push(Unit { chunk: index, rows, kv_head, split: Some(split), out: partials, cost });
@@ -233,7 +258,7 @@ impl Workspace {
             let width = params.heads * layer.head_dim;
             if cut {
                 for r in 0..chunk.rows {
-                    let seen = splits(chunk.pos0 + r, params.window);
+                    let seen = splits(chunk.last(r), params.window);
                     let skipped = seen.start - all.start;
                     let at = partials + (r * params.heads * slots + skipped) * partial_len(layer.head_dim);
                     self.merges.push(Merge { partials: at, slots, splits: seen.len(), out: out + r * width });
@@ -269,9 +294,10 @@ pub fn splits(pos: usize, window: Option<usize>) -> Range<usize> {
     first / SPLIT..pos / SPLIT + 1
 }
 
-/// Splits that the rows of a chunk see together.
-fn splits_of(params: &Params, chunk: &Chunk) -> Range<usize> {
-    splits(chunk.pos0, params.window).start..(chunk.pos0 + chunk.rows.max(1) - 1) / SPLIT + 1
+/// Splits that some rows of a chunk see together.
+fn splits_of(params: &Params, chunk: &Chunk, rows: Range<usize>) -> Range<usize> {
+    let (first, last) = if rows.is_empty() { (chunk.pos0, chunk.pos0) } else { chunk.lasts(rows) };
+    splits(first, params.window).start..last / SPLIT + 1
 }
 
 /// Where rows go in a shared output.
@@ -330,7 +356,7 @@ pub unsafe fn attend_split(
     start: usize,
 ) {
     let Some(g) = group(kv, params, chunk, rows.clone(), kv_head) else { return };
-    let all = splits_of(params, chunk);
+    let all = splits_of(params, chunk, 0..chunk.rows);
     assert!(all.contains(&split), "split {split} of {all:?}");
     let len = partial_len(g.head_dim);
     let mut slot = |v: usize| {
@@ -384,19 +410,24 @@ fn group<'a>(
     let heads = params.heads / layer.kv_heads;
     assert!(heads * layer.kv_heads == params.heads, "{} heads over {} kv heads", params.heads, layer.kv_heads);
     assert!(rows.end <= chunk.rows && params.window != Some(0), "rows {rows:?} of {}", chunk.rows);
-    let pos = chunk.pos0 + rows.start;
     let q = rows.start * chunk.stride + kv_head * heads * layer.head_dim;
+    let (order, end) = match chunk.mask {
+        Mask::Causal => (Rows::Rising, rows.end),
+        Mask::Full => (Rows::Level, chunk.rows),
+        Mask::Tree(masks) => (Rows::Tree { start: chunk.pos0, masks: &masks[rows.clone()] }, rows.end),
+    };
     Some(Group {
         kv,
         layer: params.layer,
         kv_head,
-        table: &chunk.table[..(chunk.pos0 + rows.end).div_ceil(super::kv::BLOCK)],
+        table: &chunk.table[..(chunk.pos0 + end).div_ceil(super::kv::BLOCK)],
         q: &chunk.q[q..],
         q_stride: chunk.stride,
         rows: rows.len(),
         heads,
         head_dim: layer.head_dim,
-        pos,
+        pos: chunk.last(rows.start),
+        order,
         window: params.window,
         scale: params.scale,
     })
@@ -410,15 +441,16 @@ unsafe fn whole<'o, V: Loops, S: Storage>(
     out: &mut dyn FnMut(usize) -> &'o mut [f32],
 ) {
     // SAFETY: the caller's promise.
-    let state = unsafe { State::new::<V, S>(g, scratch) };
+    let state = unsafe { State::new::<V, S>(g, &mut scratch.lines) };
     let vectors = g.rows * g.heads;
     // Running (m, l) of every vector over the splits so far; the values run in the output itself.
     let mut running = vec![(0.0f32, 0.0f32); vectors];
-    for split in splits(g.pos, g.window).start..(g.pos + g.rows - 1) / SPLIT + 1 {
+    let seen = g.seen();
+    for split in seen.start / SPLIT..(seen.end - 1) / SPLIT + 1 {
         // SAFETY: the caller's promise.
-        unsafe { tile::split::<V, S>(g, &state, split) };
+        unsafe { tile::split::<V, S>(g, &state, split, &mut scratch.own) };
         for (v, (m, l)) in running.iter_mut().enumerate() {
-            let seen = splits(g.pos + v / g.heads, g.window);
+            let seen = splits(g.last(v / g.heads), g.window);
             if !seen.contains(&split) {
                 continue;
             }
@@ -448,11 +480,11 @@ unsafe fn part<'o, V: Loops, S: Storage>(
     out: &mut dyn FnMut(usize) -> &'o mut [f32],
 ) {
     // SAFETY: the caller's promise.
-    let state = unsafe { State::new::<V, S>(g, scratch) };
+    let state = unsafe { State::new::<V, S>(g, &mut scratch.lines) };
     // SAFETY: the caller's promise.
-    unsafe { tile::split::<V, S>(g, &state, split) };
+    unsafe { tile::split::<V, S>(g, &state, split, &mut scratch.own) };
     for v in 0..g.rows * g.heads {
-        if splits(g.pos + v / g.heads, g.window).contains(&split) {
+        if splits(g.last(v / g.heads), g.window).contains(&split) {
             let (m, l, o) = state.result(v);
             let to = out(v);
             (to[0], to[1]) = (m, l);

@@ -216,6 +216,21 @@ impl KvMemory {
         }
     }
 
+    /// Copies the keys and values of one token, (block, slot), over those of another, in every layer.
+    ///
+    /// # Safety
+    /// Until it returns, no other thread may use slot `to`, nor append to slot `from`.
+    pub unsafe fn copy_slot(&self, from: (u32, usize), to: (u32, usize)) {
+        for layer in 0..self.layers.len() {
+            let shape = self.layer(layer);
+            for kv_head in 0..shape.kv_heads {
+                let at = |block| self.head(layer, block, kv_head);
+                // SAFETY: `head` checked block and head, `copy_slot` checks the slots; no race by the caller's promise.
+                unsafe { copy_slot(self.kind, shape.head_dim, (at(from.0).cast_const(), from.1), (at(to.0), to.1)) };
+            }
+        }
+    }
+
     /// Bytes of a block, all layers together.
     pub fn bytes_of_block(&self) -> usize {
         self.block
@@ -280,6 +295,45 @@ unsafe fn write<T: Copy>(at: *mut T, slot: usize, k: &[T], v: &[T]) {
             at.add(i * BLOCK + slot).write(x);
         }
         std::ptr::copy_nonoverlapping(v.as_ptr(), at.add(BLOCK * d + slot * d), d);
+    }
+}
+
+/// Copies the key and the value in a slot of a (block, head) over those in a slot of another, or of the same one.
+///
+/// # Safety
+/// Both must be valid for a (block, head) of this kind and size, the second for writes; no races.
+pub(crate) unsafe fn copy_slot(kind: KvType, d: usize, from: (*const u8, usize), to: (*mut u8, usize)) {
+    assert!(from.1 < BLOCK && to.1 < BLOCK, "slots {} and {}", from.1, to.1);
+    // SAFETY: slots are below BLOCK and elements below d, so all is inside; elements are aligned as their (block, head)
+    // is.
+    unsafe {
+        match kind {
+            KvType::F16 => copy_elements::<u16>(d, (from.0.cast(), from.1), (to.0.cast(), to.1)),
+            KvType::F32 => copy_elements::<u32>(d, (from.0.cast(), from.1), (to.0.cast(), to.1)),
+            KvType::Int8 => {
+                for value in 0..2 {
+                    let scale = *from.0.cast::<u16>().add(value * BLOCK + from.1);
+                    to.0.cast::<u16>().add(value * BLOCK + to.1).write(scale);
+                }
+                for i in 0..d {
+                    let (a, b) = (code_places(d, from.1, i), code_places(d, to.1, i));
+                    (0..2).for_each(|value| to.0.add(b[value]).write(*from.0.add(a[value])));
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`copy_slot`], of elements of type `T`.
+unsafe fn copy_elements<T: Copy>(d: usize, from: (*const T, usize), to: (*mut T, usize)) {
+    // SAFETY: the caller's promise; `copy` allows both to be the same.
+    unsafe {
+        for i in 0..d {
+            to.0.add(i * BLOCK + to.1).write(*from.0.add(i * BLOCK + from.1));
+        }
+        let value = |slot: usize| BLOCK * d + slot * d;
+        std::ptr::copy(from.0.add(value(from.1)), to.0.add(value(to.1)), d);
     }
 }
 

@@ -19,8 +19,8 @@ use super::{
 use crate::{
     cpu::kv::{BLOCK, KvType},
     exec::{
-        Chunk, ChunkOutput, CpuExecutor, ExecError, Executor, HeadExecutor, Output, Plan, Ready, Ticket, check,
-        kv_layers,
+        Chunk, ChunkOutput, CpuExecutor, ExecError, Executor, HeadExecutor, Mask, Output, Plan, Ready, Ticket, check,
+        check_move, kv_layers,
     },
     sample::{History, SampleError, Sampled, finish, sample_allowed},
 };
@@ -325,7 +325,7 @@ fn plan_of<'a>(plan: &Plan<'a>, pass: &[Part]) -> Plan<'a> {
     let chunk = |part: &Part| {
         let Chunk { tokens, start, blocks, .. } = plan.chunks[part.chunk];
         let (tokens, start) = (&tokens[part.tokens.clone()], start + part.tokens.start);
-        Chunk { tokens, start, blocks, output: Output::None }
+        Chunk { tokens, start, blocks, mask: Mask::Causal, output: Output::None }
     };
     Plan { chunks: pass.iter().map(chunk).collect() }
 }
@@ -349,9 +349,17 @@ fn passes(plan: &Plan, rows: usize) -> Vec<Vec<Part>> {
     all
 }
 
+/// Masks are for the CPU so far.
+pub(crate) fn refuse_masks(plan: &Plan) -> Result<(), ExecError> {
+    let Some(chunk) = plan.chunks.iter().position(|c| c.mask != Mask::Causal) else { return Ok(()) };
+    let got = format!("{:?}", plan.chunks[chunk].mask);
+    Err(ExecError::Plan { chunk, what: "mask", expected: "Causal on a GPU".into(), got })
+}
+
 impl Executor for CudaExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         check(plan, self.forward.spec(), self.blocks())?;
+        refuse_masks(plan)?;
         let outputs = self.step(plan, None)?;
         Ok(self.ready.put(outputs))
     }
@@ -366,6 +374,11 @@ impl Executor for CudaExecutor {
 
     fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
         Ok(self.forward.kv_mut().copy_block(from, to)?)
+    }
+
+    fn move_rows(&mut self, blocks: &[u32], from: &[usize], to: usize) -> Result<(), ExecError> {
+        check_move(blocks, from, to, self.blocks())?;
+        Err(ExecError::Move { what: "device", expected: "the CPU".into(), got: "a GPU".into() })
     }
 
     fn block_bytes(&self) -> usize {
@@ -421,7 +434,8 @@ mod tests {
     #[test]
     fn plans_are_cut_anywhere() {
         let tokens = [0u32; 100];
-        let chunk = |n: usize| Chunk { tokens: &tokens[..n], start: 0, blocks: &[], output: Output::None };
+        let chunk =
+            |n: usize| Chunk { tokens: &tokens[..n], start: 0, blocks: &[], mask: Mask::Causal, output: Output::None };
         let plan = Plan { chunks: vec![chunk(5), chunk(1), chunk(20), chunk(6)] };
         for rows in 1..40 {
             let passes = passes(&plan, rows);

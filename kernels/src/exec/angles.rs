@@ -26,7 +26,7 @@ impl Angles {
 
     /// Computes every row's angles. The product is rounded to f32 first, as the reference library does.
     pub fn turn(&mut self, plan: &Plan) {
-        self.turn_to(plan.chunks.iter().flat_map(|c| c.start..c.start + c.tokens.len()));
+        self.turn_to(plan.chunks.iter().flat_map(|c| (0..c.tokens.len()).map(|row| c.position(row))));
     }
 
     /// The same for rows at these positions.

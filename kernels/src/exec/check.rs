@@ -15,8 +15,12 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
         if let Some(t) = c.tokens.iter().find(|&&t| t as usize >= spec.known_tokens()) {
             return bad("token", format!("below {}", spec.known_tokens()), t.to_string());
         }
-        if let Some(rows) = spec.positions.filter(|&rows| c.start + c.tokens.len() > rows) {
-            return bad("position", format!("below {rows}"), (c.start + c.tokens.len() - 1).to_string());
+        if let Err((what, expected, got)) = c.mask.check(c.tokens.len()) {
+            return bad(what, expected, got);
+        }
+        let positions = c.start + c.mask.positions(c.tokens.len());
+        if let Some(rows) = spec.positions.filter(|&rows| positions > rows) {
+            return bad("position", format!("below {rows}"), (positions - 1).to_string());
         }
         let needed = (c.start + c.tokens.len()).div_ceil(BLOCK);
         if c.blocks.len() < needed {
@@ -88,4 +92,25 @@ pub(crate) fn check_head(model: &ModelSpec, spec: &ModelSpec) -> Result<(), Exec
         }
         _ => Ok(()),
     }
+}
+
+/// Refuses moves that do not go towards the front in order, or concern slots of no block.
+pub(crate) fn check_move(block_ids: &[u32], from: &[usize], to: usize, blocks: usize) -> Result<(), ExecError> {
+    let bad = |what, expected: String, got: String| Err(ExecError::Move { what, expected, got });
+    for (i, &slot) in from.iter().enumerate() {
+        if i > 0 && slot <= from[i - 1] {
+            return bad("slots in order", format!("above {}", from[i - 1]), slot.to_string());
+        }
+        if slot < to || slot - to < i {
+            return bad("a slot's new place", format!("at most {slot}, where it is"), format!("{to} and {i} more"));
+        }
+        for slot in [to + i, slot] {
+            let block = block_ids.get(slot / BLOCK).copied();
+            if block.is_none_or(|b| b as usize >= blocks) {
+                let got = block.map_or("none".into(), |b| b.to_string());
+                return bad("block of a slot", format!("one below {blocks} for slot {slot}"), got);
+            }
+        }
+    }
+    Ok(())
 }

@@ -6,7 +6,7 @@ use quern_models::{ModelFile, ModelSpec};
 
 use super::{
     ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Plan, Ready, Ticket,
-    check::{check, check_fed, check_head},
+    check::{check, check_fed, check_head, check_move},
     forward::Forward,
     kv_layers,
 };
@@ -15,7 +15,7 @@ use crate::{
     cpu::{
         acts::Mode,
         isa::Isa,
-        kv::{KvMemory, KvType},
+        kv::{BLOCK, KvMemory, KvType},
     },
     team::Team,
 };
@@ -97,6 +97,16 @@ impl Executor for CpuExecutor {
         assert!((from as usize) < self.blocks() && (to as usize) < self.blocks(), "block {from} or {to}");
         // SAFETY: `&mut self`: no step is running, so nobody reads or writes either block.
         unsafe { self.forward.kv().copy_block(from, to) };
+        Ok(())
+    }
+
+    fn move_rows(&mut self, blocks: &[u32], from: &[usize], to: usize) -> Result<(), ExecError> {
+        check_move(blocks, from, to, self.blocks())?;
+        let place = |slot: usize| (blocks[slot / BLOCK], slot % BLOCK);
+        for (i, &slot) in from.iter().enumerate() {
+            // SAFETY: `&mut self`: no step is running, so nobody reads or writes either slot.
+            unsafe { self.forward.kv().copy_slot(place(slot), place(to + i)) };
+        }
         Ok(())
     }
 

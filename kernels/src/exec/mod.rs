@@ -13,12 +13,14 @@ mod forward;
 mod split;
 
 pub(crate) use angles::Angles;
-pub(crate) use check::check;
+pub(crate) use check::{check, check_move};
 pub use cpu::{CpuExecutor, CpuHead, CpuOptions};
 pub use device::{Activations, Device, DeviceMemory, ExecOptions, HostMemory, block_bytes, device_memory, open};
 pub use split::SplitExecutor;
 
-use std::{collections::BTreeMap, sync::Arc};
+pub use crate::mask::{MOST_MASKED, Mask, tree_mask};
+
+use std::{borrow::Cow, collections::BTreeMap, sync::Arc};
 
 use crate::cpu::kv::KvLayer;
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
@@ -60,8 +62,32 @@ pub struct Chunk<'a> {
     pub start: usize,
     /// The sequence's blocks, at least up to the last token; [`NO_BLOCK`] where every layer's window has passed.
     pub blocks: &'a [u32],
+    /// Which of these tokens see each other. [`Mask::Causal`] but for trees of guesses and blocks that are guessed at
+    /// once.
+    pub mask: Mask<'a>,
     /// What is wanted back.
     pub output: Output<'a>,
+}
+
+impl Chunk<'_> {
+    /// Position of a row: of its rotary or learned embedding, and one less than that of the token chosen after it. Its
+    /// keys and values go to slot `start + row`.
+    pub(crate) fn position(&self, row: usize) -> usize {
+        self.start + self.mask.depth(row)
+    }
+
+    /// Tokens up to and including a row's, of those up to the chunk's end: of a tree, those on the row's path. Row `i`
+    /// reads token `start + i + ahead`.
+    pub(crate) fn history<'h>(&self, all: &'h [u32], row: usize, ahead: usize) -> Cow<'h, [u32]> {
+        let start = self.start + ahead;
+        match self.mask {
+            Mask::Tree(_) if self.mask.depth(row) < row => {
+                let path = self.mask.path(row).map(|j| all[start + j]);
+                Cow::Owned(all[..start].iter().copied().chain(path).collect())
+            }
+            _ => Cow::Borrowed(&all[..start + row + 1]),
+        }
+    }
 }
 
 /// What a chunk gives back.
@@ -75,7 +101,8 @@ pub enum Output<'a> {
         from: usize,
         /// How tokens are chosen.
         params: &'a SamplingParams,
-        /// Every token of the sequence up to the end of the chunk.
+        /// Every token of the sequence up to the end of the chunk. A row of a tree is chosen by the tokens before the
+        /// chunk and those on its path.
         history: &'a [u32],
         /// How many of them are the prompt.
         prompt_len: usize,
@@ -162,6 +189,16 @@ pub enum ExecError {
         /// What was found.
         got: String,
     },
+    /// Rows that cannot be moved: a bug in the caller.
+    #[error("rows to be moved: {what}: expected {expected}, got {got}")]
+    Move {
+        /// What is wrong.
+        what: &'static str,
+        /// What would be right.
+        expected: String,
+        /// What was found.
+        got: String,
+    },
     /// A ticket that was never issued or was collected before.
     #[error("ticket {0} is not there to be collected")]
     Ticket(u64),
@@ -236,6 +273,11 @@ pub trait Executor: Send {
 
     /// Copies a block's keys and values, for a sequence that leaves a shared one.
     fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError>;
+
+    /// Moves keys and values within a sequence that has these `blocks`: those of slot `from[i]` to slot `to + i`. For
+    /// the accepted path of a [`Mask::Tree`]: `from` are the slots of its rows, ascending, none below where it goes. The
+    /// rows have the positions of their new slots already, so that the sequence goes on as if it had been plain.
+    fn move_rows(&mut self, blocks: &[u32], from: &[usize], to: usize) -> Result<(), ExecError>;
 
     /// Bytes of a block's keys and values, all layers together.
     fn block_bytes(&self) -> usize;

@@ -15,10 +15,8 @@ use std::sync::Arc;
 
 use quern_models::{ModelFile, ModelSpec};
 
-use super::{
-    ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, HeadExecutor, Plan, Ready, Ticket, check::check,
-};
-use crate::cuda::{CudaExecutor, CudaOptions};
+use super::{ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, HeadExecutor, Plan, Ready, Ticket, check};
+use crate::cuda::{CudaExecutor, CudaOptions, refuse_masks};
 
 /// A model on the CPU and a GPU.
 pub struct SplitExecutor {
@@ -61,6 +59,7 @@ impl SplitExecutor {
 impl Executor for SplitExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         check(plan, self.spec(), self.blocks())?;
+        refuse_masks(plan)?;
         let outputs = self.cuda.step(plan, Some(&mut self.cpu))?;
         Ok(self.ready.put(outputs))
     }
@@ -76,6 +75,11 @@ impl Executor for SplitExecutor {
     fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
         self.cpu.copy_block(from, to)?;
         self.cuda.copy_block(from, to)
+    }
+
+    fn move_rows(&mut self, blocks: &[u32], from: &[usize], to: usize) -> Result<(), ExecError> {
+        self.cpu.move_rows(blocks, from, to)?;
+        self.cuda.move_rows(blocks, from, to)
     }
 
     fn block_bytes(&self) -> usize {

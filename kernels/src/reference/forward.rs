@@ -9,6 +9,8 @@ use quern_models::{
     spec::{Attn, Layer, Mlp, Norm},
 };
 
+use crate::exec::Mask;
+
 use super::ops::{act, layer_norm, rms_norm};
 
 /// Rows of activations.
@@ -16,6 +18,12 @@ pub(super) type Rows = Vec<Vec<f32>>;
 
 /// Logits `[tokens.len()][vocab]` after each token.
 pub fn logits(file: &ModelFile, tokens: &[u32]) -> Vec<f32> {
+    masked(file, tokens, tokens.len(), Mask::Causal)
+}
+
+/// The same where `mask` says which of the tokens from `start` on see each other.
+pub fn masked(file: &ModelFile, tokens: &[u32], start: usize, mask: Mask) -> Vec<f32> {
+    let context = Context::of(tokens.len(), start, mask);
     let spec = file.spec();
     let all = Tensors { file, at: String::new() };
     let embed = all.get("embed");
@@ -23,13 +31,13 @@ pub fn logits(file: &ModelFile, tokens: &[u32]) -> Vec<f32> {
     let mut x: Rows = tokens.iter().map(row).collect();
     if spec.positions.is_some() {
         let table = all.get("positions");
-        for (p, row) in x.iter_mut().enumerate() {
+        for (&p, row) in context.positions.iter().zip(&mut x) {
             row.iter_mut().enumerate().for_each(|(i, x)| *x += table.at(p, i));
         }
     }
     for (i, layer) in spec.layers.iter().enumerate() {
         let tensors = Tensors { file, at: format!("layers.{i}.") };
-        let attended = attention(&tensors, layer, &tensors.norm("attn_norm", &layer.attn_norm, &x));
+        let attended = attention(&tensors, layer, &context, &tensors.norm("attn_norm", &layer.attn_norm, &x));
         add(&mut x, &attended);
         let fed = feed_forward(&tensors, layer, &x);
         add(&mut x, &fed);
@@ -37,6 +45,28 @@ pub fn logits(file: &ModelFile, tokens: &[u32]) -> Vec<f32> {
     let head = if spec.tied_head { embed } else { all.get("head") };
     let normed = all.norm("norm", &spec.norm, &x);
     linear(&head, None, &all.ordered("head_order", spec.head_order, normed)).concat()
+}
+
+/// What tokens have to do with each other.
+pub(super) struct Context {
+    /// Position of each.
+    positions: Vec<usize>,
+    /// Which tokens each sees, ascending, but for windows.
+    seen: Vec<Vec<usize>>,
+}
+
+impl Context {
+    /// Of so many tokens, of which those from `start` on see each other as `mask` says.
+    pub fn of(tokens: usize, start: usize, mask: Mask) -> Context {
+        let place = |t: usize| if t < start { t } else { start + mask.depth(t - start) };
+        let see = |t: usize, other: usize| match (t < start, other < start) {
+            (true, _) => other <= t,
+            (false, true) => true,
+            (false, false) => mask.sees(t - start, other - start),
+        };
+        let seen = |t: usize| (0..tokens).filter(|&other| see(t, other)).collect();
+        Context { positions: (0..tokens).map(place).collect(), seen: (0..tokens).map(seen).collect() }
+    }
 }
 
 /// Tensors whose names begin alike.
@@ -125,7 +155,7 @@ pub(super) fn feed_forward(tensors: &Tensors, layer: &Layer, x: &Rows) -> Rows {
 }
 
 /// The attention half of a layer, of normed rows.
-pub(super) fn attention(tensors: &Tensors, layer: &Layer, normed: &Rows) -> Rows {
+pub(super) fn attention(tensors: &Tensors, layer: &Layer, context: &Context, normed: &Rows) -> Rows {
     let Attn::Gqa { ref qk_norm, qkv_bias, o_bias, attn_order, o_order, head_dim, .. } = layer.attn;
     let normed = tensors.ordered("attn_order", attn_order, normed.clone());
     let [mut q, mut k, v] = ["q", "k", "v"].map(|name| tensors.linear(name, qkv_bias, &normed));
@@ -137,17 +167,17 @@ pub(super) fn attention(tensors: &Tensors, layer: &Layer, normed: &Rows) -> Rows
             }
         }
     }
-    rope(&layer.attn, &mut q);
-    rope(&layer.attn, &mut k);
-    tensors.linear("o", o_bias, &tensors.ordered("o_order", o_order, attend(&layer.attn, &q, &k, &v)))
+    rope(&layer.attn, &context.positions, &mut q);
+    rope(&layer.attn, &context.positions, &mut k);
+    tensors.linear("o", o_bias, &tensors.ordered("o_order", o_order, attend(&layer.attn, &context.seen, &q, &k, &v)))
 }
 
 /// Turns every head of the row at position `p` by `p` times the rope's frequencies.
-fn rope(attn: &Attn, x: &mut Rows) {
+fn rope(attn: &Attn, positions: &[usize], x: &mut Rows) {
     let Attn::Gqa { head_dim: d, rope: Some(ref rope), .. } = *attn else { return };
     let freq = rope.inv_freq(d);
     let factor = rope.attention_factor() as f64;
-    for (position, row) in x.iter_mut().enumerate() {
+    for (&position, row) in positions.iter().zip(x) {
         for head in row.chunks_exact_mut(d) {
             for (i, f) in freq.iter().enumerate() {
                 let (sin, cos) = ((position as f32 * f) as f64).sin_cos();
@@ -160,21 +190,21 @@ fn rope(attn: &Attn, x: &mut Rows) {
     }
 }
 
-fn attend(attn: &Attn, q: &Rows, k: &Rows, v: &Rows) -> Rows {
+fn attend(attn: &Attn, seen: &[Vec<usize>], q: &Rows, k: &Rows, v: &Rows) -> Rows {
     let Attn::Gqa { heads, kv_heads, head_dim: d, scale, window, .. } = *attn;
     let mut out = vec![vec![0.0; heads * d]; v.len()];
     for (t, out) in out.iter_mut().enumerate() {
-        let first = window.map_or(0, |w| (t + 1).saturating_sub(w));
+        let seen = &seen[t][window.map_or(0, |w| seen[t].len().saturating_sub(w))..];
         for h in 0..heads {
             let kv = h / (heads / kv_heads) * d;
             let dot =
                 |s: usize| (0..d).map(|i| q[t][h * d + i] as f64 * k[s][kv + i] as f64).sum::<f64>() * scale as f64;
-            let scores: Vec<f64> = (first..=t).map(dot).collect();
+            let scores: Vec<f64> = seen.iter().map(|&s| dot(s)).collect();
             let max = scores.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
             let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
             let sum: f64 = weights.iter().sum();
             for i in 0..d {
-                let value: f64 = weights.iter().zip(first..).map(|(w, s)| w * v[s][kv + i] as f64).sum();
+                let value: f64 = weights.iter().zip(seen).map(|(w, &s)| w * v[s][kv + i] as f64).sum();
                 out[h * d + i] = (value / sum) as f32;
             }
         }

@@ -5,7 +5,9 @@ use quern_models::{
     spec::{HeadKind, Norm},
 };
 
-use super::forward::{Rows, Tensors, add, attention, feed_forward, linear};
+use crate::exec::Mask;
+
+use super::forward::{Context, Rows, Tensors, add, attention, feed_forward, linear};
 
 /// What a row of a head reads besides its token.
 #[derive(Debug, Clone)]
@@ -79,10 +81,11 @@ fn pass(file: &ModelFile, model: &ModelFile, rows: &[(u32, State)], own: &Rows) 
         }
         HeadKind::Medusa { .. } | HeadKind::Block { .. } => panic!("not here"),
     };
+    let context = Context::of(x.len(), x.len(), Mask::Causal);
     for (i, layer) in spec.layers.iter().enumerate() {
         let tensors = Tensors { file, at: format!("layers.{i}.") };
         let normed = first.take().unwrap_or_else(|| tensors.norm("attn_norm", &layer.attn_norm, &x));
-        let attended = attention(&tensors, layer, &normed);
+        let attended = attention(&tensors, layer, &context, &normed);
         add(&mut x, &attended);
         let fed = feed_forward(&tensors, layer, &x);
         add(&mut x, &fed);

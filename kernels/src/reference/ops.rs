@@ -8,16 +8,18 @@ use quern_models::spec::Act;
 use crate::cpu::attend::{Chunk, Params};
 use crate::cpu::kv::{BLOCK, KvMemory};
 
-/// Two-pass softmax attention of row `row` of a chunk over the tokens it sees, `[heads * head_dim]`.
+/// Two-pass softmax attention of row `row` of a chunk over the tokens it sees, `[heads * head_dim]`: all before the chunk
+/// and those of the chunk that the mask shows, of which a window leaves the last ones.
 pub fn attention(kv: &KvMemory, params: &Params, chunk: &Chunk, row: usize) -> Vec<f64> {
     let layer = kv.layer(params.layer);
     let (d, group) = (layer.head_dim, params.heads / layer.kv_heads);
-    let end = chunk.pos0 + row + 1;
-    let start = params.window.map_or(0, |w| end.saturating_sub(w));
+    let shown = (0..chunk.rows).filter(|&other| chunk.mask.sees(row, other)).map(|other| chunk.pos0 + other);
+    let seen: Vec<usize> = (0..chunk.pos0).chain(shown).collect();
+    let seen = &seen[params.window.map_or(0, |w| seen.len().saturating_sub(w))..];
     let mut out = vec![];
     for kv_head in 0..layer.kv_heads {
         let tokens: Vec<(Vec<f32>, Vec<f32>)> =
-            (start..end).map(|t| kv.read(params.layer, chunk.table[t / BLOCK], t % BLOCK, kv_head)).collect();
+            seen.iter().map(|&t| kv.read(params.layer, chunk.table[t / BLOCK], t % BLOCK, kv_head)).collect();
         for h in kv_head * group..(kv_head + 1) * group {
             let q = &chunk.q[row * chunk.stride + h * d..][..d];
             let mut w: Vec<f64> = tokens.iter().map(|(k, _)| dot(q, k) * params.scale as f64).collect();

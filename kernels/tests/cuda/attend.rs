@@ -16,7 +16,7 @@ use quern_kernels::{
         kv::BLOCK,
         ops::{Ops, RopeAppend},
     },
-    exec::NO_BLOCK,
+    exec::{Mask, NO_BLOCK},
     reference::ops as oracle,
 };
 
@@ -123,7 +123,7 @@ impl Case {
         let params = OracleParams { layer: 1, heads: self.shape.heads, scale: self.scale, window: self.shape.window };
         let (pos0, rows) = chunk;
         let q = &self.qkv[pos0 * self.stride()..];
-        let of = OracleChunk { q, stride: self.stride(), rows, pos0, table: &self.table };
+        let of = OracleChunk { q, stride: self.stride(), rows, pos0, table: &self.table, mask: Mask::Causal };
         let bound = match form {
             Form::F16 | Form::Int8 => bound::ATTEND_F16,
             Form::F32 => bound::ATTEND_F32,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use quern_kernels::{
     cpu::{acts::Mode, kv::KvType},
     cuda::{CudaExecutor, CudaOptions, acts::Form},
-    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Output, Plan},
+    exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Mask, Output, Plan},
     reference,
     sample::{History, SampleError, SamplingParams, sample},
 };
@@ -129,7 +129,8 @@ fn tokens_are_those_of_the_logits() {
     let drawn = SamplingParams { temperature: 0.9, top_p: 0.95, seed: 7, ..SamplingParams::default() };
     for (params, logprobs) in [(&greedy, None), (&greedy, Some(2)), (&drawn, None), (&drawn, Some(3))] {
         let output = Output::Tokens { from: 0, params, history: &tokens, prompt_len: 20, logprobs, allowed: None };
-        let plan = Plan { chunks: vec![Chunk { tokens: &tokens, start: 0, blocks: &[1, 0], output }] };
+        let plan =
+            Plan { chunks: vec![Chunk { tokens: &tokens, start: 0, blocks: &[1, 0], mask: Mask::Causal, output }] };
         let ticket = executor.submit(&plan).unwrap();
         let Some(ChunkOutput::Tokens(got)) = executor.collect(ticket).unwrap().pop() else { panic!("no tokens") };
         for (i, got) in got.iter().enumerate() {
@@ -151,8 +152,9 @@ fn a_damaged_model_is_an_error_of_its_row_alone() {
     let params = SamplingParams::greedy();
     let output =
         Output::Tokens { from: 0, params: &params, history: &[5], prompt_len: 1, logprobs: None, allowed: None };
-    let ticket =
-        executor.submit(&Plan { chunks: vec![Chunk { tokens: &[5], start: 0, blocks: &[0], output }] }).unwrap();
+    let ticket = executor
+        .submit(&Plan { chunks: vec![Chunk { tokens: &[5], start: 0, blocks: &[0], mask: Mask::Causal, output }] })
+        .unwrap();
     match executor.collect(ticket).unwrap().pop() {
         Some(ChunkOutput::Tokens(got)) => {
             let vocab = file.spec().vocab;
@@ -173,7 +175,7 @@ fn blocks_can_be_copied_read_and_written() {
         let mut executor = executor(&file, Form::F16, kv, 32);
         let last = |executor: &mut CudaExecutor, start: usize, blocks: &[u32]| {
             let output = Output::Logits { from: 0 };
-            let chunk = Chunk { tokens: &tokens[start..], start, blocks, output };
+            let chunk = Chunk { tokens: &tokens[start..], start, blocks, mask: Mask::Causal, output };
             let ticket = executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
             match executor.collect(ticket).unwrap().pop() {
                 Some(ChunkOutput::Logits(logits)) => logits[logits.len() - file.spec().vocab..].to_vec(),
@@ -205,7 +207,7 @@ fn what_cannot_be_is_refused() {
     let error = CudaExecutor::new(file.clone(), options, Box::new(|_| {})).err().unwrap().to_string();
     assert!(error.starts_with("the model needs ") && error.contains("use a smaller context"), "{error}");
     let mut executor = executor(&file, Form::F16, KvType::F16, 8);
-    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[64], output: Output::None };
+    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[64], mask: Mask::Causal, output: Output::None };
     let error = executor.submit(&Plan { chunks: vec![chunk] }).unwrap_err();
     assert!(matches!(error, ExecError::Plan { what: "block", .. }), "{error}");
 }

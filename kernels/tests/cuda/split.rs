@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use quern_kernels::{
     cpu::kv::KvType,
-    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, NO_BLOCK, Output, Plan},
+    exec::{
+        self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, Mask, NO_BLOCK, Output, Plan,
+    },
     reference,
     sample::{History, SamplingParams, sample},
 };
@@ -145,8 +147,16 @@ fn tokens_of_two_devices_are_those_of_the_logits() {
     let drawn = SamplingParams { temperature: 0.9, top_p: 0.95, seed: 7, ..SamplingParams::default() };
     for (params, logprobs) in [(&greedy, None), (&drawn, None), (&drawn, Some(3))] {
         let output = Output::Tokens { from: 3, params, history: &tokens, prompt_len: 20, logprobs, allowed: None };
-        let hidden = Chunk { tokens: &tokens[..11], start: 0, blocks: &[5], output: Output::Hidden { from: 9 } };
-        let plan = Plan { chunks: vec![hidden, Chunk { tokens: &tokens, start: 0, blocks: &[1, 0], output }] };
+        let hidden = Chunk {
+            tokens: &tokens[..11],
+            start: 0,
+            blocks: &[5],
+            mask: Mask::Causal,
+            output: Output::Hidden { from: 9 },
+        };
+        let plan = Plan {
+            chunks: vec![hidden, Chunk { tokens: &tokens, start: 0, blocks: &[1, 0], mask: Mask::Causal, output }],
+        };
         let ticket = executor.submit(&plan).unwrap();
         let outputs = executor.collect(ticket).unwrap();
         let [ChunkOutput::Hidden(states), ChunkOutput::Tokens(got)] = &outputs[..] else { panic!("{outputs:?}") };
@@ -176,7 +186,13 @@ fn blocks_of_two_devices_can_be_copied_read_and_written() {
     for (n, kv) in [(1, KvType::F16), (2, KvType::F32), (1, KvType::Int8), (2, KvType::Int8)] {
         let mut executor = executor(&file, n, (None, kv), 64);
         let last = |executor: &mut dyn Executor, start: usize, blocks: &[u32]| {
-            let chunk = Chunk { tokens: &tokens[start..], start, blocks, output: Output::Logits { from: 0 } };
+            let chunk = Chunk {
+                tokens: &tokens[start..],
+                start,
+                blocks,
+                mask: Mask::Causal,
+                output: Output::Logits { from: 0 },
+            };
             let ticket = executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
             match executor.collect(ticket).unwrap().pop() {
                 Some(ChunkOutput::Logits(logits)) => logits[logits.len() - vocab..].to_vec(),
@@ -219,7 +235,8 @@ fn blocks_behind_every_window_are_not_needed() {
     let tokens = tokens(70);
     let mut executor = executor(&file, 1, USUAL, 64);
     let mut last = |blocks: &[u32]| {
-        let chunk = Chunk { tokens: &tokens[69..], start: 69, blocks, output: Output::Logits { from: 0 } };
+        let chunk =
+            Chunk { tokens: &tokens[69..], start: 69, blocks, mask: Mask::Causal, output: Output::Logits { from: 0 } };
         let ticket = executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
         match executor.collect(ticket).unwrap().pop() {
             Some(ChunkOutput::Logits(logits)) => logits,
@@ -245,7 +262,7 @@ fn what_cannot_be_split_is_refused() {
     let half = error(options(Some(1), (Some(Activations::F16), KvType::F16), 8)).to_string();
     assert!(half.contains("cuda:0 with the first layers on the CPU has no f16 activations"), "{half}");
     let mut executor = executor(&file, 1, USUAL, 8);
-    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[64], output: Output::None };
+    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[64], mask: Mask::Causal, output: Output::None };
     let error = executor.submit(&Plan { chunks: vec![chunk] }).unwrap_err();
     assert!(matches!(error, ExecError::Plan { what: "block", .. }), "{error}");
 }

@@ -2,12 +2,14 @@
 
 #![allow(clippy::unwrap_used, dead_code)]
 
+pub mod trees;
+
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use quern_kernels::exec::{Chunk, ChunkOutput, Executor, Output, Plan};
+use quern_kernels::exec::{Chunk, ChunkOutput, Executor, Mask, Output, Plan};
 use quern_models::{
     FileWriter, FloatType, Generation, Meta, ModelFile, Scheme, TensorPlan, ZeroKind,
     spec::{Act, Attn, Head, HeadKind, JoinedMethod, Layer, Mlp, ModelSpec, Norm, Rope, RopeScaling, States},
@@ -270,6 +272,7 @@ pub fn run(executor: &mut dyn Executor, tokens: &[u32], sizes: &[usize], others:
                 tokens: &tokens[o..o + 1 + o % 3],
                 start,
                 blocks: table,
+                mask: Mask::Causal,
                 output: Output::Logits { from: 0 },
             });
         }
@@ -277,6 +280,7 @@ pub fn run(executor: &mut dyn Executor, tokens: &[u32], sizes: &[usize], others:
             tokens: &tokens[at..at + n],
             start: at,
             blocks: &blocks,
+            mask: Mask::Causal,
             output: Output::Logits { from: 0 },
         });
         let ticket = executor.submit(&Plan { chunks }).unwrap();

@@ -4,7 +4,7 @@ use std::{error::Error, fmt, time::Instant};
 
 use quern_kernels::{
     cpu::kv::{BLOCK, KvType},
-    exec::{Chunk, Executor, Output, Plan, block_bytes},
+    exec::{Chunk, Executor, Mask, Output, Plan, block_bytes},
     sample::SamplingParams,
 };
 use quern_models::ModelFile;
@@ -159,7 +159,8 @@ fn prompt(
             logprobs: None,
             allowed: None,
         };
-        let ticket = executor.submit(&Plan { chunks: vec![Chunk { tokens, start, blocks, output }] })?;
+        let ticket =
+            executor.submit(&Plan { chunks: vec![Chunk { tokens, start, blocks, mask: Mask::Causal, output }] })?;
         executor.collect(ticket)?;
     }
     Ok(())
@@ -179,7 +180,7 @@ fn generate(
         let chunk = |blocks| {
             let output =
                 Output::Tokens { from: 0, params: &greedy, history, prompt_len: depth, logprobs: None, allowed: None };
-            Chunk { tokens, start, blocks, output }
+            Chunk { tokens, start, blocks, mask: Mask::Causal, output }
         };
         let ticket = executor.submit(&Plan { chunks: tables.iter().map(|t| chunk(t)).collect() })?;
         executor.collect(ticket)?;

@@ -9,7 +9,7 @@ use std::{
 };
 
 use quern_kernels::cpu::kv::BLOCK;
-use quern_kernels::exec::{self, Chunk, ChunkOutput, ExecOptions, Executor, Output, Plan};
+use quern_kernels::exec::{self, Chunk, ChunkOutput, ExecOptions, Executor, Mask, Output, Plan};
 use quern_models::format::{create_sibling, destination};
 
 use super::Place;
@@ -86,7 +86,8 @@ fn write(
     let (mut start, mut bad) = (0, None);
     for tokens in ids.chunks(CHUNK) {
         let output = Output::Logits { from: 0 };
-        let ticket = executor.submit(&Plan { chunks: vec![Chunk { tokens, start, blocks, output }] })?;
+        let ticket =
+            executor.submit(&Plan { chunks: vec![Chunk { tokens, start, blocks, mask: Mask::Causal, output }] })?;
         for output in executor.collect(ticket)? {
             let ChunkOutput::Logits(rows) = output else { unreachable!("logits were asked") };
             let first = rows.chunks_exact(vocab).position(|row| !row.iter().all(|x| x.is_finite()));

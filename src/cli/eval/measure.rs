@@ -17,7 +17,7 @@ use std::{
 use quern_kernels::{
     cores::default_threads,
     cpu::{kv::BLOCK, kv::KvType},
-    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, Output, Plan},
+    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, Mask, Output, Plan},
 };
 use quern_models::ModelFile;
 
@@ -81,8 +81,9 @@ impl Runner {
 
     /// Computes the next tokens of a window.
     fn step(&mut self, tokens: &[u32], start: usize, output: Output<'_>) -> Result<Vec<f32>, ExecError> {
-        let ticket =
-            self.executor.submit(&Plan { chunks: vec![Chunk { tokens, start, blocks: &self.blocks, output }] })?;
+        let ticket = self.executor.submit(&Plan {
+            chunks: vec![Chunk { tokens, start, blocks: &self.blocks, mask: Mask::Causal, output }],
+        })?;
         match self.executor.collect(ticket)?.pop() {
             Some(ChunkOutput::Logits(logits)) => Ok(logits),
             _ => Ok(vec![]),

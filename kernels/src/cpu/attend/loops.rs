@@ -287,6 +287,20 @@ impl Tile {
             }
         }
     }
+
+    /// Copies what was summed for the first vectors of this state over that of another.
+    ///
+    /// # Safety
+    /// There are so many vectors, in different memory.
+    pub unsafe fn copy_to(self, other: Tile, vectors: usize) {
+        assert_eq!(self.d, other.d);
+        // SAFETY: the caller's promise.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.m, other.m, vectors);
+            std::ptr::copy_nonoverlapping(self.l, other.l, 8 * vectors);
+            std::ptr::copy_nonoverlapping(self.o, other.o, self.d * vectors);
+        }
+    }
 }
 
 /// `sum over i of q[i][v] * k[i][t]` for all tokens of the block: tokens are lanes and do not mix. If the rows see the

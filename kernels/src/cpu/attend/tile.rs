@@ -8,10 +8,10 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::super::kv::{BLOCK, KvMemory};
+use super::super::kv::{BLOCK, KvMemory, KvType, SCALES, copy_slot};
 use super::super::lanes::{Lanes, Portable, sum};
 use super::loops::{Element, Loops, Single, Tile};
-use super::{Line, SPLIT, Scratch};
+use super::{Line, SPLIT};
 
 /// Vectors of a full tile: two accumulators each, two registers for keys or values, one for the broadcast.
 pub(super) const TILE: usize = 6;
@@ -52,7 +52,19 @@ pub(super) trait Storage {
     }
 }
 
+/// What the rows of a group see of each other.
+#[derive(Clone, Copy)]
+pub(super) enum Rows<'a> {
+    /// Each one token more than the row before.
+    Rising,
+    /// All the same.
+    Level,
+    /// Each its path in a tree of the rows of a chunk that begins at token `start`; words as in `Mask::Tree`, `[rows]`.
+    Tree { start: usize, masks: &'a [u64] },
+}
+
 /// A group and everything that it reads.
+#[derive(Clone, Copy)]
 pub(super) struct Group<'a> {
     pub kv: &'a KvMemory,
     pub layer: usize,
@@ -65,8 +77,9 @@ pub(super) struct Group<'a> {
     pub rows: usize,
     pub heads: usize,
     pub head_dim: usize,
-    /// Position of the first row.
+    /// Last token that the first row sees.
     pub pos: usize,
+    pub order: Rows<'a>,
     pub window: Option<usize>,
     pub scale: f32,
 }
@@ -87,23 +100,78 @@ impl Group<'_> {
         self.scale * std::f32::consts::LOG2_E
     }
 
+    /// Last token that a row sees, in the order of the tokens that it sees.
+    pub fn last(&self, row: usize) -> usize {
+        match self.order {
+            Rows::Rising => self.pos + row,
+            Rows::Level => self.pos,
+            Rows::Tree { start, masks } => start + masks[row].count_ones() as usize - 1,
+        }
+    }
+
     /// Tokens that a row sees.
     pub fn sees(&self, row: usize) -> Range<usize> {
-        let end = self.pos + row + 1;
+        let end = self.last(row) + 1;
         self.window.map_or(0, |w| end.saturating_sub(w))..end
+    }
+
+    /// What rows `first..=last` see: of those who see the least and the most, from where and until where.
+    fn edges(&self, first: usize, last: usize) -> [Range<usize>; 2] {
+        let (a, b) = match self.order {
+            Rows::Tree { .. } => {
+                let ends = (first..=last).map(|row| self.sees(row));
+                ends.fold((usize::MAX..usize::MAX, 0..0), |(a, b), s| {
+                    (a.start.min(s.start)..a.end.min(s.end), b.start.max(s.start)..b.end.max(s.end))
+                })
+            }
+            _ => (self.sees(first), self.sees(last)),
+        };
+        [a, b]
+    }
+
+    /// Tokens that some row sees, and those between.
+    pub fn seen(&self) -> Range<usize> {
+        let [a, b] = self.edges(0, self.rows - 1);
+        a.start..b.end
     }
 
     /// Whether rows `first..=last` all see the whole block starting at `start`.
     pub fn full(&self, first: usize, last: usize, start: usize) -> bool {
-        self.sees(last).start <= start && self.sees(first).end >= start + BLOCK
+        let [a, b] = self.edges(first, last);
+        b.start <= start && a.end >= start + BLOCK
+    }
+
+    /// Tokens of the block starting at `start` that rows `first..=last` all see, relative to it.
+    fn common(&self, first: usize, last: usize, start: usize) -> Range<usize> {
+        let [a, b] = self.edges(first, last).map(|sees| clip(sees, start));
+        b.start.min(a.end)..a.end
+    }
+
+    /// First block that rows of a tree do not share.
+    fn own(&self) -> usize {
+        match self.order {
+            Rows::Tree { start, .. } => start / BLOCK,
+            _ => usize::MAX,
+        }
     }
 
     /// Tokens of the block starting at `start` that a row sees, relative to it; empty if none.
     pub fn sees_of(&self, row: usize, start: usize) -> Range<usize> {
-        let sees = self.sees(row);
-        let clip = |x: usize| x.saturating_sub(start).min(BLOCK);
-        clip(sees.start)..clip(sees.end)
+        clip(self.sees(row), start)
     }
+}
+
+/// Tokens as those of the block starting at `start`, relative to it.
+fn clip(tokens: Range<usize>, start: usize) -> Range<usize> {
+    let clip = |x: usize| x.saturating_sub(start).min(BLOCK);
+    clip(tokens.start)..clip(tokens.end)
+}
+
+/// Working memory of rows of a tree: one row's state, and its path's keys and values in blocks.
+#[derive(Default)]
+pub(super) struct Own {
+    lines: Vec<Line>,
+    blocks: Vec<Line>,
 }
 
 /// State of a group inside one split, in borrowed working memory.
@@ -119,7 +187,7 @@ pub(super) struct State<'s> {
     vectors: usize,
     /// (vectors, how many) of the shorter and of the longer tiles.
     tiles: ((usize, usize), (usize, usize)),
-    scratch: PhantomData<&'s mut Scratch>,
+    scratch: PhantomData<&'s mut [Line]>,
 }
 
 impl<'s> State<'s> {
@@ -127,14 +195,14 @@ impl<'s> State<'s> {
     ///
     /// # Safety
     /// The CPU can run `V`.
-    pub unsafe fn new<V: Loops, S: Storage>(g: &Group, scratch: &'s mut Scratch) -> State<'s> {
+    pub unsafe fn new<V: Loops, S: Storage>(g: &Group, scratch: &'s mut Vec<Line>) -> State<'s> {
         let (n, d) = (g.vectors(), g.head_dim);
         let sizes = [n * d, n * d, 2 * n * BLOCK, n * 8, n, n, n, BLOCK * d].map(|x| x.div_ceil(16));
         let lines: usize = sizes.iter().sum();
-        if scratch.lines.len() < lines {
-            scratch.lines.resize(lines, Line([0.0; 16]));
+        if scratch.len() < lines {
+            scratch.resize(lines, Line([0.0; 16]));
         }
-        let mut at = scratch.lines.as_mut_ptr();
+        let mut at = scratch.as_mut_ptr();
         let [q, o, w, l, m, unit, q_unit, wide] = sizes.map(|size| {
             let start = at;
             // SAFETY: the sizes add up to `lines`, which the vector holds.
@@ -190,7 +258,7 @@ impl<'s> State<'s> {
 ///
 /// # Safety
 /// The CPU can run `V`; `S` is how `g.kv` stores elements; `s` was made from `g`; nobody appends to the table's blocks.
-pub(super) unsafe fn split<V: Loops, S: Storage>(g: &Group, s: &State, split: usize) {
+pub(super) unsafe fn split<V: Loops, S: Storage>(g: &Group, s: &State, split: usize, own: &mut Own) {
     // SAFETY: all pointers come from `State::new` with these sizes and from `KvMemory::head`.
     unsafe {
         for i in 0..s.vectors {
@@ -198,23 +266,108 @@ pub(super) unsafe fn split<V: Loops, S: Storage>(g: &Group, s: &State, split: us
         }
         std::ptr::write_bytes(s.all.l, 0, s.vectors * 8);
         std::ptr::write_bytes(s.all.o, 0, s.vectors * s.all.d);
-        let start = (split * SPLIT).max(g.sees(0).start);
-        let end = ((split + 1) * SPLIT).min(g.sees(g.rows - 1).end);
-        let (mut block, end) = (start / BLOCK, end.div_ceil(BLOCK));
+        let all = blocks_of(split, g.seen());
         let head = |block: usize| g.kv.head(g.layer, g.table[block.min(g.table.len() - 1)], g.kv_head).cast_const();
-        while block < end {
-            let step = if end - block > 1 && S::pairs(s) { 2 } else { 1 };
-            let at = [head(block), head(block + 1)];
-            let ahead = block + step * S::AHEAD;
-            // The last ones have no successors.
-            let next = if ahead < g.table.len() { [head(ahead), head(ahead + 1)] } else { at };
+        through::<V, S>(g, s, all.start..all.end.min(g.own()), g.table.len(), head);
+        if let Rows::Tree { start, masks } = g.order {
+            for (row, &mask) in masks.iter().enumerate() {
+                own_blocks::<V, S>(g, s, row, (start, mask), split, own);
+            }
+        }
+    }
+}
+
+/// Blocks of a split with tokens of a range.
+fn blocks_of(split: usize, tokens: Range<usize>) -> Range<usize> {
+    (split * SPLIT).max(tokens.start) / BLOCK..((split + 1) * SPLIT).min(tokens.end).div_ceil(BLOCK)
+}
+
+/// Takes a state through blocks, one after the other; `head` says where each begins, of `there` that there are.
+///
+/// # Safety
+/// As [`split`]; `head` gives starts of a (block, head).
+#[inline(always)]
+unsafe fn through<V: Loops, S: Storage>(
+    g: &Group,
+    s: &State,
+    blocks: Range<usize>,
+    there: usize,
+    head: impl Fn(usize) -> *const u8,
+) {
+    let (mut block, end) = (blocks.start, blocks.end);
+    while block < end {
+        let step = if end - block > 1 && S::pairs(s) { 2 } else { 1 };
+        let at = [head(block), head(block + 1)];
+        let ahead = block + step * S::AHEAD;
+        // The last ones have no successors.
+        let next = if ahead < there { [head(ahead), head(ahead + 1)] } else { at };
+        // SAFETY: the caller's promise.
+        unsafe {
             if step == 2 {
                 S::two_blocks::<V>(g, s, block * BLOCK, at, next);
             } else {
                 S::block::<V>(g, s, block * BLOCK, at[0], next[0]);
             }
-            block += step;
         }
+        block += step;
+    }
+}
+
+/// Takes the vectors of one row of a tree through the blocks that it does not share, from that of the chunk's first
+/// token on: there the tokens of its path lie one behind the other, as in a plain sequence, and so the row is worked on
+/// like the last one of that. `tree`: the chunk's first token and what the row sees of the chunk.
+///
+/// # Safety
+/// As [`split`]; the shared blocks of the split are done.
+unsafe fn own_blocks<V: Loops, S: Storage>(
+    g: &Group,
+    s: &State,
+    row: usize,
+    (start, mask): (usize, u64),
+    split: usize,
+    own: &mut Own,
+) {
+    let (pos, d, kind) = (g.last(row), g.head_dim, g.kv.kind());
+    let one = Group { pos, order: Rows::Rising, rows: 1, q: &g.q[row * g.q_stride..], ..*g };
+    let seen = blocks_of(split, one.sees(0));
+    let blocks = seen.start.max(g.own())..seen.end;
+    if blocks.is_empty() {
+        return;
+    }
+    let lines = kind.head_bytes(d).div_ceil(size_of::<Line>());
+    if own.blocks.len() < blocks.len() * lines {
+        own.blocks.resize(blocks.len() * lines, Line([0.0; 16]));
+    }
+    let base = own.blocks.as_mut_ptr();
+    // SAFETY: clamped to the blocks that there is room for.
+    let copy = |block: usize| unsafe { base.add((block.min(blocks.end - 1) - blocks.start) * lines).cast::<u8>() };
+    let real = |block: usize| g.kv.head(g.layer, g.table[block], g.kv_head).cast_const();
+    // SAFETY: `real` and `copy` are whole (block, head)s of this kind and size, in different memory.
+    unsafe {
+        for block in blocks.clone() {
+            if block * BLOCK < start {
+                std::ptr::copy_nonoverlapping(real(block), copy(block), kind.head_bytes(d));
+            } else if kind == KvType::Int8 {
+                // Weights of tokens that nobody sees are 0, which hides any scale but NaN.
+                std::ptr::write_bytes(copy(block), 0, SCALES);
+            }
+        }
+        let mut left = mask;
+        for token in start..pos + 1 {
+            let from = start + left.trailing_zeros() as usize;
+            left &= left - 1;
+            if blocks.contains(&(token / BLOCK)) {
+                copy_slot(kind, d, (real(from / BLOCK), from % BLOCK), (copy(token / BLOCK), token % BLOCK));
+            }
+        }
+    }
+    // SAFETY: the caller's promise; both states hold these vectors, one of them from its first on.
+    unsafe {
+        let state = State::new::<V, S>(&one, &mut own.lines);
+        let (all, single) = (s.tile(row * g.heads), state.tile(0));
+        all.copy_to(single, g.heads);
+        through::<V, S>(&one, &state, blocks.clone(), blocks.end, |block| copy(block).cast_const());
+        single.copy_to(all, g.heads);
     }
 }
 
@@ -404,8 +557,7 @@ unsafe fn all_values<V: Loops, E: Element>(
             }
             // Tokens that all rows of the tile see, and before and after them what single rows see: every vector
             // still goes through its own tokens in ascending order.
-            let (a, b) = (g.sees_of(first / g.heads, start), g.sees_of((first + len - 1) / g.heads, start));
-            let common = b.start.min(a.end)..a.end;
+            let common = g.common(first / g.heads, (first + len - 1) / g.heads, start);
             for v in first..first + len {
                 let sees = g.sees_of(v / g.heads, start);
                 V::values::<E, 1, 8, false>(sees.start..sees.end.min(common.start), at, next.cast(), s.tile(v));

@@ -86,7 +86,7 @@ impl Forward {
         for c in &plan.chunks {
             let rows = c.tokens.len();
             let q = &self.bufs.qkv[row * stride..(row + rows) * stride];
-            chunks.push(attend::Chunk { q, stride, rows, pos0: c.start, table: c.blocks });
+            chunks.push(attend::Chunk { q, stride, rows, pos0: c.start, table: c.blocks, mask: c.mask });
             row += rows;
         }
         let params = Params { layer, heads, scale, window };

@@ -163,12 +163,11 @@ impl Forward {
     /// Embeddings of rows at position 0 are zeros.
     fn zero_first(&mut self, plan: &Plan) {
         let hidden = self.spec().hidden;
-        let mut row = 0;
-        for chunk in &plan.chunks {
-            if chunk.start == 0 {
-                self.bufs.x[row * hidden..(row + 1) * hidden].fill(0.0);
+        let rows = plan.chunks.iter().flat_map(|c| (0..c.tokens.len()).map(|row| c.position(row)));
+        for (x, position) in self.bufs.x.chunks_exact_mut(hidden).zip(rows) {
+            if position == 0 {
+                x.fill(0.0);
             }
-            row += chunk.tokens.len();
         }
     }
 

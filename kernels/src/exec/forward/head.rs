@@ -206,7 +206,7 @@ impl Heads {
 
     /// Position of the token that a row `i` of a chunk gives: the length of its history.
     fn position(&self, chunk: &Chunk, i: usize) -> u64 {
-        (chunk.start + i + 1 + self.ahead) as u64
+        (chunk.position(i) + 1 + self.ahead) as u64
     }
 
     /// Logits of rows that keep them, side by side, by the model's tokens.
@@ -245,7 +245,8 @@ impl Heads {
             unreachable!("the caller matched it")
         };
         let position = self.position(chunk, from + i);
-        let history = History { tokens: &history[..position as usize], prompt_len: *prompt_len };
+        let tokens = chunk.history(history, from + i, self.ahead);
+        let history = History { tokens: &tokens, prompt_len: *prompt_len };
         let row = &self.rows[row];
         let plain = |token| Sampled { token, logprob: None, top: vec![] };
         let Some(kept) = row.kept else {

@@ -267,7 +267,7 @@ impl Forward {
         let table = self.embed.as_ref().expect("whatever reads tokens has it").view();
         let positions = self.positions.map(|t| self.file.view(t));
         let hidden = table.k;
-        let place = |c: &super::Chunk, i: usize| (c.tokens[i] as usize, c.start + i);
+        let place = |c: &super::Chunk, i: usize| (c.tokens[i] as usize, c.position(i));
         let places = plan.chunks.iter().flat_map(|c| (0..c.tokens.len()).map(move |i| place(c, i)));
         let places: Vec<(usize, usize)> = places.collect();
         self.bufs.x.resize(places.len() * hidden, 0.0);
