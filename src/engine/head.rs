@@ -13,7 +13,10 @@ use std::{
     time::Instant,
 };
 
-use quern_kernels::exec::{Chunk, ChunkOutput, ExecError, Fed, HeadExecutor, Mask, Output, Plan};
+use quern_kernels::{
+    cpu::kv::BLOCK,
+    exec::{Chunk, ChunkOutput, ExecError, Fed, HeadExecutor, Mask, Output, Plan},
+};
 use quern_models::{
     ModelSpec,
     spec::{Head as HeadSpec, HeadKind},
@@ -70,18 +73,21 @@ struct Writing<'a> {
     own: Vec<f32>,
 }
 
+/// A block that is guessed at once: the last token and masks, where its keys and values are, and the text with it.
+struct Block {
+    start: usize,
+    tokens: Vec<u32>,
+    blocks: Vec<u32>,
+    text: Vec<u32>,
+}
+
 impl Writing<'_> {
     /// The row of the last guess.
     fn chunk(&self) -> Chunk<'_> {
         let text = &self.draft.text;
         let start = text.len() - 2;
-        Chunk {
-            tokens: &text[start + 1..],
-            start,
-            blocks: self.blocks,
-            mask: Mask::Causal,
-            output: self.draft.output(0),
-        }
+        let (tokens, output) = (&text[start + 1..], self.draft.output(0));
+        Chunk { tokens, start, blocks: self.blocks, mask: Mask::Causal, output }
     }
 }
 
@@ -115,11 +121,52 @@ impl Head {
             (output, own.get(end - hidden..end).unwrap_or_default().to_vec())
         });
         let both = both.collect();
-        if plan.rows() <= 2 * plan.chunks.len() {
+        let blocks = matches!(self.spec.kind, HeadKind::Block { .. });
+        if plan.rows() <= 2 * plan.chunks.len() && !blocks {
             let each = started.elapsed().as_secs_f64() / self.at_once().unwrap_or(1) as f64;
             mean(&mut self.pass, each);
         }
         Ok(both)
+    }
+
+    /// Lets blocks be guessed behind texts whose states are all read: as many at once as there is spare memory for.
+    fn blocks(&mut self, writing: &mut [Writing], size: usize, mask: u32) -> Result<(), ExecError> {
+        let vocab = self.spec.model_vocab;
+        let mut done = 0;
+        while done < writing.len() {
+            let mut spare = self.executor.spare();
+            let mut group = vec![];
+            for w in &writing[done..] {
+                let start = w.draft.text.len() - 1;
+                let more = (start + size).div_ceil(BLOCK).saturating_sub(w.blocks.len());
+                if more > spare.len() {
+                    break;
+                }
+                let mut blocks = w.blocks.to_vec();
+                blocks.extend(spare.by_ref().take(more));
+                let mut tokens = vec![mask; size];
+                tokens[0] = w.draft.text[start];
+                let text = [&w.draft.text[..start], &tokens].concat();
+                group.push(Block { start, tokens, blocks, text });
+            }
+            assert!(!group.is_empty(), "a head that guesses blocks of {size} has memory for one");
+            let mut plan = Plan::default();
+            for (b, w) in group.iter().zip(&writing[done..]) {
+                let output = w.draft.output_of(1, &b.text);
+                let (tokens, start, blocks) = (&b.tokens[..], b.start, &b.blocks[..]);
+                plan.chunks.push(Chunk { tokens, start, blocks, mask: Mask::Full, output });
+            }
+            let started = Instant::now();
+            let outputs = self.executor.guess(&plan, &Fed::Nothing)?;
+            mean(&mut self.pass, started.elapsed().as_secs_f64() / (size - 1) as f64);
+            drop(plan);
+            for (w, output) in writing[done..].iter_mut().zip(outputs) {
+                w.draft.take(output, vocab, vocab);
+                w.draft.left = 0;
+            }
+            done += group.len();
+        }
+        Ok(())
     }
 }
 
@@ -179,6 +226,10 @@ impl Writer for Head {
             }
         }
         let guessing = rows.len();
+        let block = match self.spec.kind {
+            HeadKind::Block { size, mask, .. } => Some((size, mask)),
+            _ => None,
+        };
         rows.append(&mut ends);
         if rows.is_empty() {
             return Ok(BTreeMap::new());
@@ -187,7 +238,7 @@ impl Writer for Head {
         let (mut plan, mut fed) = (Plan::default(), vec![]);
         for (i, (s, rows)) in rows.iter().enumerate() {
             let (tokens, start) = (&s.tokens[rows.start + 1..rows.end + 1], rows.start);
-            let output = if i < guessing { writing[i].draft.output(rows.len() - 1) } else { Output::None };
+            let output = if i < guessing && block.is_none() { writing[i].draft.output(rows.len() - 1) } else { Output::None };
             plan.chunks.push(Chunk { tokens, start, blocks: &s.blocks, mask: Mask::Causal, output });
             fed.push(&kept[&s.id].states[..rows.len() * width]);
         }
@@ -198,6 +249,11 @@ impl Writer for Head {
             if let Some(kept) = self.kept.get_mut(&s.id).filter(|_| reads_all) {
                 kept.forget(rows.end, width);
             }
+        }
+        if let Some((size, mask)) = block {
+            got?;
+            self.blocks(&mut writing, size, mask)?;
+            return Ok(writing.into_iter().map(|w| (w.id, w.draft.done())).collect());
         }
         let vocab = self.spec.model_vocab;
         loop {

@@ -83,12 +83,17 @@ impl<'a> Draft<'a> {
 
     /// What is wanted of the row that gives the next guess.
     pub fn output(&self, from: usize) -> Output<'_> {
+        self.output_of(from, &self.text)
+    }
+
+    /// The same, of rows that stand for more tokens than are known.
+    pub fn output_of<'b>(&'b self, from: usize, history: &'b [u32]) -> Output<'b> {
         match self.from {
             Some(_) => Output::Logits { from },
             None => Output::Tokens {
                 from,
                 params: self.params,
-                history: &self.text,
+                history,
                 prompt_len: self.prompt_len,
                 logprobs: None,
                 allowed: None,

@@ -1,6 +1,9 @@
 //! Plans are checked before a device uses them: a wrong one would write where it must not.
 
-use quern_models::{ModelSpec, spec::States};
+use quern_models::{
+    ModelSpec,
+    spec::{Head, HeadKind, States},
+};
 
 use super::{ExecError, Fed, NO_BLOCK, Output, Plan};
 use crate::cpu::kv::BLOCK;
@@ -35,7 +38,7 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
             return bad("first output row", format!("at most {}", c.tokens.len()), c.output.from(0).to_string());
         }
         if let Output::Tokens { history, .. } = &c.output
-            && history.len() != c.start + c.tokens.len() + usize::from(spec.guesses.is_some())
+            && history.len() != c.start + c.tokens.len() + usize::from(spec.guesses.is_some() && !is_block(spec))
         {
             return bad("history", (c.start + c.tokens.len()).to_string(), history.len().to_string());
         }
@@ -60,6 +63,8 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
 /// Refuses states that do not fit a checked plan of a head.
 pub(crate) fn check_fed(plan: &Plan, fed: &Fed, spec: &ModelSpec) -> Result<(), ExecError> {
     let (states, width) = match fed {
+        // A block reads tokens, and sees what was fed before.
+        Fed::Nothing if is_block(spec) => return Ok(()),
         Fed::Nothing => {
             return Err(ExecError::Head { what: "reads", expected: "states".into(), got: "nothing".into() });
         }
@@ -74,6 +79,11 @@ pub(crate) fn check_fed(plan: &Plan, fed: &Fed, spec: &ModelSpec) -> Result<(), 
         return Err(ExecError::Head { what: "reads", expected, got });
     }
     Ok(())
+}
+
+/// Whether rows guess the tokens of their own positions.
+fn is_block(spec: &ModelSpec) -> bool {
+    matches!(spec.guesses, Some(Head { kind: HeadKind::Block { .. }, .. }))
 }
 
 /// Refuses a head that is of another model.

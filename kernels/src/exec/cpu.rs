@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use quern_models::{ModelFile, ModelSpec};
+use quern_models::{ModelFile, ModelSpec, spec::HeadKind};
 
 use super::{
     ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Plan, Ready, Ticket,
@@ -130,10 +130,12 @@ impl Executor for CpuExecutor {
         check_head(self.forward.spec(), file.spec())?;
         let (layers, blocks, kind) = (kv_layers(file.spec()), self.blocks(), self.forward.kv().kind());
         let bytes = KvMemory::block_bytes(&layers, kind).saturating_mul(blocks);
-        let kv = KvMemory::new(&layers, blocks, kind).ok_or(ExecError::Memory { bytes, blocks })?;
         let head = file.spec().guesses.as_ref().expect("checked above");
+        let spare = if matches!(head.kind, HeadKind::Block { .. }) { SPARE } else { 0 };
+        let kv = KvMemory::new(&layers, blocks + spare, kind).ok_or(ExecError::Memory { bytes, blocks })?;
         self.forward.keep(head.states.clone());
-        Ok(Box::new(CpuHead { forward: self.forward.head_of(&self.forward.file().clone(), file, kv) }))
+        let blocks = blocks as u32;
+        Ok(Box::new(CpuHead { blocks, forward: self.forward.head_of(&self.forward.file().clone(), file, kv) }))
     }
 
     fn states(&mut self) -> Result<&[f32], ExecError> {
@@ -148,7 +150,12 @@ impl Executor for CpuExecutor {
 /// A head of a model on the CPU. It runs on the model's threads, between its steps.
 pub struct CpuHead {
     forward: Forward,
+    /// The model's blocks; behind them are spare ones.
+    blocks: u32,
 }
+
+/// Spare blocks: enough for a few sequences' blocks of guesses at once.
+const SPARE: usize = 32;
 
 impl HeadExecutor for CpuHead {
     fn guess(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<ChunkOutput>, ExecError> {
@@ -167,5 +174,9 @@ impl HeadExecutor for CpuHead {
         // SAFETY: `&mut self`: no pass is running, so nobody reads or writes either block.
         unsafe { self.forward.kv().copy_block(from, to) };
         Ok(())
+    }
+
+    fn spare(&self) -> std::ops::Range<u32> {
+        self.blocks..self.forward.kv().blocks() as u32
     }
 }

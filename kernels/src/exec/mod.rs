@@ -76,16 +76,16 @@ impl Chunk<'_> {
         self.start + self.mask.depth(row)
     }
 
-    /// Tokens up to and including a row's, of those up to the chunk's end: of a tree, those on the row's path. Row `i`
-    /// reads token `start + i + ahead`.
+    /// Tokens before the one that a row gives, which is `ahead` behind its position, of those up to the chunk's end: of a
+    /// tree, those on the row's path.
     pub(crate) fn history<'h>(&self, all: &'h [u32], row: usize, ahead: usize) -> Cow<'h, [u32]> {
-        let start = self.start + ahead;
         match self.mask {
             Mask::Tree(_) if self.mask.depth(row) < row => {
+                let start = self.start + ahead - 1;
                 let path = self.mask.path(row).map(|j| all[start + j]);
                 Cow::Owned(all[..start].iter().copied().chain(path).collect())
             }
-            _ => Cow::Borrowed(&all[..start + row + 1]),
+            _ => Cow::Borrowed(&all[..self.start + row + ahead]),
         }
     }
 }
@@ -311,6 +311,11 @@ pub trait HeadExecutor: Send {
 
     /// Copies a block's keys and values, as the model does.
     fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError>;
+
+    /// Blocks besides those of the model, for what is not kept: rows of a block that is guessed.
+    fn spare(&self) -> std::ops::Range<u32> {
+        0..0
+    }
 }
 
 /// Positions below it are seen by no layer from the row at `pos` on.

@@ -31,6 +31,34 @@ pub fn guesses(file: &ModelFile, model: &ModelFile, rows: &[(u32, State)]) -> Ve
     logits
 }
 
+/// Logits `[size - 1][vocab]` of a block of the last token and masks, behind the states `[width]` of the positions before
+/// it (`Block` of [`HeadKind`]).
+pub fn block(file: &ModelFile, model: &ModelFile, states: &Rows, last: u32) -> Vec<f32> {
+    let spec = file.spec();
+    let head = spec.guesses.as_ref().expect("a head");
+    let HeadKind::Block { size, mask, ref state_norm } = head.kind else { panic!("no block") };
+    let all = Tensors { file, at: String::new() };
+    let of_model = Tensors { file: model, at: String::new() };
+    let context = all.norm("state_norm", state_norm, &linear(&all.get("fuse"), None, states));
+    let embed = if head.shared_embed { of_model.get("embed") } else { all.get("embed") };
+    let row = |token: u32| (0..spec.hidden).map(|i| embed.at(token as usize, i)).collect();
+    let seen = Context::of(context.len() + size, context.len(), Mask::Full);
+    let mut x: Rows = (0..size).map(|i| row(if i == 0 { last } else { mask })).collect();
+    for (i, layer) in spec.layers.iter().enumerate() {
+        let tensors = Tensors { file, at: format!("layers.{i}.") };
+        let normed = tensors.norm("attn_norm", &layer.attn_norm, &x);
+        // Every row of the block sees all keys: those of the context and of the whole block.
+        let attended = attention(&tensors, layer, &seen, &[&context[..], &normed].concat());
+        add(&mut x, &attended[context.len()..].to_vec());
+        let fed = feed_forward(&tensors, layer, &x);
+        add(&mut x, &fed);
+    }
+    let normed = all.norm("norm", &spec.norm, &x);
+    let from = if head.shared_head { &of_model } else { &all };
+    let tied = from.file.spec().tied_head;
+    linear(&from.get(if tied { "embed" } else { "head" }), None, &normed[1..].to_vec()).concat()
+}
+
 /// What the last row gives for the next, and its logits.
 fn pass(file: &ModelFile, model: &ModelFile, rows: &[(u32, State)], own: &Rows) -> (Vec<f32>, Vec<f32>) {
     let spec = file.spec();

@@ -45,6 +45,7 @@ pub(super) struct Guess {
     /// The model's token of each of its own; empty: they are the same.
     pub tokens: Vec<u32>,
     wide: bool,
+    block: bool,
     bufs: Buffers,
 }
 
@@ -93,7 +94,13 @@ impl Guess {
         let tokens = if head.mapped { vector(file, "tokens").iter().map(|&t| t as u32).collect() } else { vec![] };
         let (fuse, bufs) = (head.fuses().then(|| tensor("fuse")), Buffers::default());
         let wide = matches!(head.kind, HeadKind::Wide { .. });
-        Some(Guess { wide, fuse, project, project_bias, embed_norm, state_norm, medusa, tokens, bufs })
+        let block = matches!(head.kind, HeadKind::Block { .. });
+        Some(Guess { wide, block, fuse, project, project_bias, embed_norm, state_norm, medusa, tokens, bufs })
+    }
+
+    /// It guesses a block at once.
+    pub fn is_block(&self) -> bool {
+        self.block
     }
 
     /// The first layer reads what [`Forward::begin`] made for it.
@@ -230,6 +237,38 @@ impl Forward {
             threads: &mut self.bufs.threads,
         };
         run.linears(std::slice::from_ref(w), &self.bufs.acts, &store);
+    }
+
+    /// Keys and values of the model's states for a block to see, with nothing back; `None`: it is another kind, or the
+    /// block itself.
+    pub(super) fn context(&mut self, plan: &Plan, fed: &Fed) -> Option<Vec<ChunkOutput>> {
+        let Fed::Model(states) = fed else { return None };
+        let mut guess = self.guess.take_if(|guess| guess.block)?;
+        let file = self.file.clone();
+        let (m, hidden) = (plan.rows(), file.spec().hidden);
+        let width = file.spec().guesses.as_ref().map_or(0, |head| head.width());
+        self.states_of_the_model(&mut guess, states, width, m);
+        let norm = guess.state_norm.as_ref().expect("a block's head has it");
+        guess.bufs.embedding.resize(m * hidden, 0.0);
+        for (to, state) in guess.bufs.embedding.chunks_exact_mut(hidden).zip(guess.bufs.state.chunks_exact(hidden)) {
+            norm.norm(self.simd, state, to);
+        }
+        self.bufs.angles.iter_mut().for_each(|a| a.turn(plan));
+        for i in 0..self.layers.len() {
+            let readers = self.layers[i].qkv.map(|t| file.view(t));
+            let order = self.layers[i].attn_in.order.clone();
+            self.rows_into_acts(&readers, hidden, m, &|row, out| {
+                let row = &guess.bufs.embedding[row * hidden..(row + 1) * hidden];
+                match order.is_empty() {
+                    true => out.copy_from_slice(row),
+                    false => out.iter_mut().zip(&order).for_each(|(out, &j)| *out = row[j as usize]),
+                }
+            });
+            self.qkv(i, m);
+            self.rope_and_append(i, plan);
+        }
+        self.guess = Some(guess);
+        Some(plan.chunks.iter().map(|_| ChunkOutput::None).collect())
     }
 
     /// What Medusa's heads guess after the last row of each chunk; `None`: it is another kind.

@@ -31,7 +31,7 @@ pub(super) struct Heads {
     /// Of a head: the model's token of each of its own (empty: they are the same), and how many the model has.
     tokens: Vec<u32>,
     model_vocab: usize,
-    /// A head's row guesses the token behind the next.
+    /// How far behind its own position the token is that a row gives: 1, of a head 2, of a block 0.
     ahead: usize,
     /// Logits by the model's tokens.
     spread: Vec<f32>,
@@ -200,13 +200,14 @@ fn normed(simd: Simd, norm: &Input, x: &[f32], hidden: usize, rows: std::ops::Ra
 impl Heads {
     /// Learns what a head guesses.
     pub fn guesses(&mut self, spec: &ModelSpec, guess: Option<&Guess>) {
-        (self.model_vocab, self.ahead) = (spec.known_tokens(), usize::from(guess.is_some()));
+        self.model_vocab = spec.known_tokens();
+        self.ahead = guess.map_or(1, |guess| if guess.is_block() { 0 } else { 2 });
         self.tokens = guess.map_or(vec![], |guess| guess.tokens.clone());
     }
 
     /// Position of the token that a row `i` of a chunk gives: the length of its history.
     fn position(&self, chunk: &Chunk, i: usize) -> u64 {
-        (chunk.position(i) + 1 + self.ahead) as u64
+        (chunk.position(i) + self.ahead) as u64
     }
 
     /// Logits of rows that keep them, side by side, by the model's tokens.

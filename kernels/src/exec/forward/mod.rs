@@ -192,6 +192,9 @@ impl Forward {
 
     /// The same for a head, which is fed the model's states or its own.
     pub(super) fn guess(&mut self, plan: &Plan, fed: &Fed) -> Vec<ChunkOutput> {
+        if let Some(outputs) = self.context(plan, fed) {
+            return outputs;
+        }
         self.run_fed(plan, fed);
         match self.medusa(plan) {
             Some(outputs) => outputs,
