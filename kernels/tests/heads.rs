@@ -9,11 +9,11 @@ use std::sync::Arc;
 use quern_kernels::{
     cpu::{acts::Mode, kv::KvType},
     exec::{Chunk, ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Fed, HeadExecutor, Mask, Output, Plan},
-    reference::head::{State, guesses},
+    reference::head::{State, block, guesses},
     sample::{History, SamplingParams, sample_allowed},
 };
 use quern_models::{FloatType, ModelFile, Scheme, ZeroKind, spec::HeadKind};
-use support::{deviation, heads, int, made, plain, tokens};
+use support::{block_head, deviation, heads, int, made, plain, tokens};
 
 const TEXT: usize = 23;
 
@@ -210,6 +210,74 @@ fn tokens_are_those_of_the_plain_sampler() {
                 .map(|(i, row)| sample_allowed(row, params, history, 12 + i as u64, None, None).unwrap().token)
                 .collect();
             assert_eq!((got.len(), got), (if medusa { 3 } else { 1 }, want), "{kind}");
+        }
+    }
+}
+
+/// Blocks behind contexts of several lengths: the oracle's logits, the same bits whatever the company, and the tokens of
+/// the plain sampler at the rows' own positions.
+#[test]
+fn blocks_equal_the_oracle() {
+    let text = tokens(TEXT);
+    for (name, scheme) in [("f32", Scheme::Float(FloatType::F32)), ("int4", int(4, 32, ZeroKind::Mid))] {
+        let model = made(&format!("of-block-{name}"), scheme, int(8, 32, ZeroKind::Mid), plain(true));
+        let file = made(&format!("block-{name}"), scheme, scheme, block_head());
+        let width = 2 * 72;
+        for (mode, kv, bound) in [(Mode::F32, KvType::F32, 2e-6), (Mode::Int8, KvType::F16, 0.03)] {
+            for n in [1, 2, 15, 17, TEXT - 1] {
+                let run = |threads, size: usize, others: u32| {
+                    let mut executor = executor(&model, mode, kv, threads);
+                    let mut head = executor.head(file.clone()).unwrap();
+                    let states = states(&mut executor, &text, size);
+                    for (i, tokens) in text[1..n + 1].chunks(size).enumerate() {
+                        let start = i * size;
+                        let fed = Fed::Model(vec![&states[start * width..(start + tokens.len()) * width]]);
+                        let (blocks, mask, output) = (&[9, 2][..], Mask::Causal, Output::None);
+                        head.guess(&Plan { chunks: vec![Chunk { tokens, start, blocks, mask, output }] }, &fed)
+                            .unwrap();
+                    }
+                    let block = [text[n], 7, 7, 7, 7];
+                    let mut chunks: Vec<Chunk> = vec![];
+                    let beside: Vec<[u32; 1]> = (0..others).map(|o| [20 + o]).collect();
+                    for blocks in &beside {
+                        let (mask, output) = (Mask::Full, Output::Logits { from: 1 });
+                        chunks.push(Chunk { tokens: &block, start: 0, blocks, mask, output });
+                    }
+                    let (mask, output) = (Mask::Full, Output::Logits { from: 1 });
+                    chunks.push(Chunk { tokens: &block, start: n, blocks: &[9, 2], mask, output });
+                    let got = head.guess(&Plan { chunks }, &Fed::Nothing).unwrap().pop().unwrap();
+                    let ChunkOutput::Logits(logits) = got else { panic!("no logits") };
+                    let history = [&text[..n], &block].concat();
+                    let params = SamplingParams { temperature: 1.5, seed: 7, ..SamplingParams::greedy() };
+                    let output = Output::Tokens {
+                        from: 1,
+                        params: &params,
+                        history: &history,
+                        prompt_len: 1,
+                        logprobs: None,
+                        allowed: None,
+                    };
+                    let chunk = Chunk { tokens: &block, start: n, blocks: &[9, 2], mask, output };
+                    let got = head.guess(&Plan { chunks: vec![chunk] }, &Fed::Nothing).unwrap().remove(0);
+                    let ChunkOutput::Tokens(tokens) = got else { panic!("no tokens") };
+                    for (i, (row, token)) in logits.chunks_exact(290).zip(tokens).enumerate() {
+                        let position = n + 1 + i;
+                        let history = History { tokens: &history[..position], prompt_len: 1 };
+                        let want = sample_allowed(&mut row.to_vec(), &params, history, position as u64, None, None);
+                        assert_eq!(token.unwrap().token, want.unwrap().token);
+                    }
+                    (states, logits)
+                };
+                let (states, got) = run(2, 7, 0);
+                let context = states[..n * width].chunks_exact(width).map(<[f32]>::to_vec).collect();
+                let want = block(&file, &model, &context, text[n]);
+                let d = deviation(&got, &want);
+                assert!(d < bound, "{name}, {mode:?}, {n}: {d:.1e} of the range away");
+                for (threads, size, others) in [(1, 1, 0), (2, 3, 4)] {
+                    let again = run(threads, size, others).1;
+                    assert!(got.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits()), "{name}, {mode:?}, {n}");
+                }
+            }
         }
     }
 }

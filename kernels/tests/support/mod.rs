@@ -165,6 +165,23 @@ pub fn heads() -> Vec<(&'static str, ModelSpec)> {
     ]
 }
 
+/// A head of [`plain`]`(true)` that guesses blocks of 5.
+pub fn block_head() -> ModelSpec {
+    let rms = Norm::Rms { eps: 1e-3 };
+    let mut spec = plain(false);
+    spec.layers[0] = everything().layers[2].clone();
+    spec.guesses = Some(Head {
+        states: States::Before { layers: vec![1, 2] },
+        model_hidden: spec.hidden,
+        model_vocab: spec.vocab,
+        kind: HeadKind::Block { size: 5, mask: 7, state_norm: rms.clone() },
+        shared_embed: true,
+        shared_head: true,
+        mapped: false,
+    });
+    spec
+}
+
 pub fn made(name: &str, linear: Scheme, embed: Scheme, spec: ModelSpec) -> Arc<ModelFile> {
     let path = path(name);
     written(&path, linear, embed, spec);
