@@ -49,6 +49,12 @@ pub enum FamilyError {
         /// What was found.
         got: String,
     },
+    /// No layout of heads that we read.
+    #[error(
+        "no head that this version knows (EAGLE, EAGLE-3, MiMo's prediction layer, Medusa, DFlash) is in it; its tensors \
+         show which it is"
+    )]
+    NoHead,
     /// The sizes contradict each other.
     #[error("config.json: {0}")]
     Spec(String),
@@ -138,6 +144,7 @@ const NEUTRAL: &[(&str, &str)] = &[
     ("residual_multiplier", "1.0"),
     ("attention_multiplier", "null"),
     ("logits_scaling", "1.0"),
+    ("use_mrope", "false"),
     ("no_rope_layers", "null"),
     ("num_local_experts", "null"),
     ("num_experts", "null"),

@@ -90,6 +90,6 @@ impl Gpt {
         };
         // Masks that old checkpoints hold.
         let ignore = &["attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias"];
-        Ok(FamilyPlan { spec, rules, ignore, others: &[], warnings: config.finish()? })
+        Ok(FamilyPlan { spec, rules, ignore, others: &[], within: None, head: None, warnings: config.finish()? })
     }
 }

@@ -8,6 +8,7 @@ mod decoder;
 mod gpt;
 mod gpt2;
 mod gpt_neo;
+mod heads;
 mod llama;
 mod mistral;
 mod names;
@@ -19,6 +20,7 @@ mod smollm3;
 use serde_json::{Map, Value};
 
 pub use config::{Config, FamilyError};
+pub use heads::{HeadLayout, plan_head};
 pub use names::Tensors;
 
 use crate::spec::ModelSpec;
@@ -41,6 +43,7 @@ const FAMILIES: &[Family] = &[
         plan: qwen2::plan,
     },
     Family { model_types: &["qwen3", "qwen3_vl_text"], defaults: qwen3::DEFAULTS, plan: qwen3::plan },
+    Family { model_types: &["mimo"], defaults: qwen2::DEFAULTS, plan: heads::mimo::plan },
     Family { model_types: &["smollm3"], defaults: smollm3::DEFAULTS, plan: smollm3::plan },
     Family { model_types: &["gpt2"], defaults: gpt2::DEFAULTS, plan: gpt2::plan },
     Family { model_types: &["gpt_neo"], defaults: gpt_neo::DEFAULTS, plan: gpt_neo::plan },
@@ -57,6 +60,10 @@ pub struct FamilyPlan {
     pub ignore: &'static [&'static str],
     /// Parts of a multimodal checkpoint that are left out, as components of tensor names. Empty for a text model.
     pub others: &'static [&'static str],
+    /// Only tensors whose names begin so are of the head; others are of a model beside it. `None`: all are.
+    pub within: Option<String>,
+    /// A head that the checkpoint has besides the model.
+    pub head: Option<Box<FamilyPlan>>,
     /// Things the user should know: config keys that were not understood, sizes taken from the tensors.
     pub warnings: Vec<String>,
 }
@@ -121,6 +128,14 @@ pub enum RuleKind {
         n: usize,
         /// Columns.
         k: usize,
+    },
+    /// The model's token of each of a head's own: integers `[n]` in a tensor of the module's name alone, as distances
+    /// from the head's token or as they are.
+    Tokens {
+        /// Tokens of the head.
+        n: usize,
+        /// Tokens of the model.
+        known: usize,
     },
     /// The output head `[n, k]`: may be absent when tied to the embedding.
     Head {

@@ -153,6 +153,23 @@ impl Head {
         matches!(self.kind, HeadKind::Joined { normed: true, .. } | HeadKind::Wide { normed: true, .. })
     }
 
+    /// Whether it is for a model like this one: its width, its tokens, its layers.
+    pub fn fits(&self, model: &ModelSpec) -> Result<(), SpecError> {
+        let sizes = [("hidden", self.model_hidden, model.hidden), ("vocabulary", self.model_vocab, model.vocab)];
+        for (what, expected, got) in sizes {
+            if expected != got {
+                return Err(SpecError(format!("the head is for a model of {what} {expected}, this one has {got}")));
+            }
+        }
+        match &self.states {
+            States::Before { layers } if layers.iter().any(|&l| l > model.layers.len()) => {
+                let n = model.layers.len();
+                Err(SpecError(format!("the head reads states before layers {layers:?}, the model has {n} layers")))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Checks what this spec of a head says.
     pub(super) fn check(&self, spec: &ModelSpec) -> Result<(), SpecError> {
         let bad = |what: String| Err(SpecError(format!("head: {what}")));
