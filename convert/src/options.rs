@@ -28,13 +28,17 @@ pub struct Options {
     /// For float embeddings and output head. Unless given: int8 when the whole model is quantized
     /// from float, f16 with [`Quant::F16`], else [`Quant::Keep`].
     pub lm_head: Option<Quant>,
+    /// A checkpoint with a head to take instead of one that the source has.
+    pub head: Option<PathBuf>,
+    /// For the weights of a head; as `quant` unless given.
+    pub head_quant: Option<Quant>,
     /// Replace an existing output.
     pub force: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { quant: Quant::Keep, group: None, lm_head: None, force: false }
+        Options { quant: Quant::Keep, group: None, lm_head: None, head: None, head_quant: None, force: false }
     }
 }
 
@@ -97,6 +101,8 @@ pub struct Report {
     pub verified: Verified,
     /// Wall-clock time.
     pub seconds: f64,
+    /// Of the head that is in the file, too.
+    pub head: Option<Box<Report>>,
 }
 
 impl Report {

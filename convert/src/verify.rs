@@ -156,6 +156,18 @@ pub fn order(name: &str, source: &[u32], view: &TensorView) -> Result<Verified, 
     Ok(Verified::default())
 }
 
+/// Compares the model's tokens of a head's own.
+pub fn tokens(name: &str, source: &[u32], view: &TensorView) -> Result<Verified, ConvertError> {
+    check_scheme(name, view, Scheme::Float(FloatType::F32), 1, source.len())?;
+    for (i, &expected) in source.iter().enumerate() {
+        let got = view.at(0, i);
+        if got as f64 != expected as f64 {
+            return Err(differ(name, format!("token {i}"), expected, got));
+        }
+    }
+    Ok(Verified { floats: source.len() as u64, ..Verified::default() })
+}
+
 /// Compares both levels of a group's scale and minimum.
 fn nested<T: Integers + ?Sized>(
     name: &str,

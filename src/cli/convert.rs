@@ -12,12 +12,12 @@ use std::{
 };
 
 use clap::{Args, ValueEnum};
-use quern_convert::{Options, Phase, Progress, Quant, Report, Step, convert, grouped};
+use quern_convert::{ConvertError, Options, Phase, Progress, Quant, Report, Step, convert, convert_head, grouped};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use quern_models::{ModelFile, join};
+use quern_models::{ModelFile, ModelSpec, join, spec::Head};
 
-use super::{Usage, draft, open, print, size};
+use super::{Usage, draft, open, open_any, print, size};
 use crate::text::TextModel;
 
 /// Flags of `quern convert`.
@@ -48,6 +48,17 @@ pub struct ConvertArgs {
     /// --speculate); SOURCE may then be a .qrn file, too
     #[arg(long, value_name = "FILE")]
     draft: Option<PathBuf>,
+    /// A head of this model that guesses for it (EAGLE, EAGLE-3, Medusa, DFlash, MiMo's prediction layer): a directory,
+    /// a .safetensors or a .qrn file, to be put into the new one instead of one that the source has; SOURCE may then be
+    /// a .qrn file, too
+    #[arg(long, value_name = "HEAD", conflicts_with = "draft")]
+    head: Option<PathBuf>,
+    /// What a head's float weights become; that changes how often it guesses right, never the text [default: as --quant]
+    #[arg(long, value_enum, value_name = "QUANT")]
+    head_quant: Option<QuantArg>,
+    /// SOURCE is a head of this .qrn file's model: make a file of its own, for --draft
+    #[arg(long = "for", value_name = "MODEL", conflicts_with_all = ["draft", "head"])]
+    model: Option<PathBuf>,
     /// Replace an existing file
     #[arg(long)]
     force: bool,
@@ -87,50 +98,104 @@ fn group(text: &str) -> Result<usize, String> {
 
 /// Runs the command.
 pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
+    let qrn = |path: &Path| path.extension().is_some_and(|e| e == "qrn");
+    // A head may be a file already.
+    let made = args.draft.as_deref().or(args.head.as_deref().filter(|path| qrn(path)));
     // Before the work, which takes minutes.
-    let small = args.draft.as_deref().map(open).transpose()?;
-    if let Some(small) = &small
-        && args.source.extension().is_some_and(|e| e == "qrn")
+    let small = made.map(open_any).transpose()?;
+    if let (Some(path), Some(small)) = (&args.head, &small)
+        && small.spec().guesses.is_none()
     {
-        let out =
-            args.out.ok_or_else(|| Usage("a .qrn file with a draft model needs a new name: --out FILE".into()))?;
-        if out.exists() && !args.force {
-            return Err(format!("{}: the file exists; --force replaces it", out.display()).into());
-        }
-        return joined(&args.source, small, &out);
+        return Err(Usage(format!("--head {0}: a model, not a head; --draft {0} takes it", path.display())).into());
     }
-    let out = match args.out {
-        Some(dir) if dir.is_dir() => dir.join(name(&args.source)),
-        Some(file) => file,
-        None => name(&args.source).into(),
-    };
     let options = Options {
         quant: args.quant.into(),
         group: args.group,
         lm_head: args.lm_head.map(Quant::from),
+        head: args.head.clone().filter(|_| small.is_none()),
+        head_quant: args.head_quant.map(Quant::from),
         force: args.force,
     };
-    let mut line = Line::new()?;
-    let result = convert(&args.source, &out, &options, &mut line);
-    line.clear();
-    let report = result?;
-    if let Some(reason) = text_trouble(&report.path) {
-        line.note(&format!("the weights are fine, but `quern run` will refuse the text side: {reason}"));
+    let (source, beside) = (&args.source, args.draft.is_some() || args.head.is_some());
+    if beside && qrn(source) {
+        let what = if args.draft.is_some() { "a draft model" } else { "a head" };
+        let out = args.out.ok_or_else(|| Usage(format!("a .qrn file with {what} needs a new name: --out FILE")))?;
+        if out.exists() && !args.force {
+            return Err(format!("{}: the file exists; --force replaces it", out.display()).into());
+        }
+        let Some(head) = &options.head else {
+            let small = small.as_ref().expect("what is not converted was opened");
+            return joined(source, small, &out);
+        };
+        let model = open(source)?;
+        return behind(&with_line(|line| convert_head(head, &model, &out, true, &options, line))?);
     }
+    let out = match args.out {
+        Some(dir) if dir.is_dir() => dir.join(name(source)),
+        Some(file) => file,
+        None => name(source).into(),
+    };
+    if let Some(model) = &args.model {
+        let model = open(model)?;
+        return print(&closing(&with_line(|line| convert_head(source, &model, &out, false, &options, line))?));
+    }
+    let report = with_line(|line| {
+        let report = convert(source, &out, &options, line)?;
+        line.clear();
+        if let Some(reason) = text_trouble(&report.path) {
+            line.note(&format!("the weights are fine, but `quern run` will refuse the text side: {reason}"));
+        }
+        Ok(report)
+    })?;
     print(&closing(&report))?;
-    match &small {
-        Some(small) => joined(&report.path, small, &report.path),
-        None => Ok(()),
+    match (&small, &report.head) {
+        (Some(small), _) => joined(&report.path, small, &report.path),
+        (None, Some(head)) => behind(head),
+        (None, None) => Ok(()),
+    }
+}
+
+/// Runs a conversion with a progress line.
+fn with_line(work: impl FnOnce(&mut Line) -> Result<Report, ConvertError>) -> Result<Report, Box<dyn Error>> {
+    let mut line = Line::new()?;
+    let result = work(&mut line);
+    line.clear();
+    Ok(result?)
+}
+
+/// Checks a file with a head that was converted, and says so.
+fn behind(head: &Report) -> Result<(), Box<dyn Error>> {
+    let (out, bytes) = (&head.path, head.file_bytes);
+    let file = open(out)?;
+    file.verify().map_err(|e| format!("{}: {e}", out.display()))?;
+    print(&format!("{}\n", head.verified))?;
+    print(&added(out, file.draft().map_or("a head", |head| kind(head.spec())), bytes))
+}
+
+fn added(out: &Path, what: &str, bytes: u64) -> String {
+    format!("{}: with {what} of {}\n", out.display(), size(bytes))
+}
+
+/// What a file behind a model is.
+fn kind(spec: &ModelSpec) -> &'static str {
+    match spec.guesses.as_ref().map(Head::method) {
+        None => "a draft model",
+        Some("eagle") => "a head (eagle)",
+        Some("mtp") => "a head (mtp)",
+        Some("medusa") => "a head (medusa)",
+        Some("dflash") => "a head (dflash)",
+        Some(_) => "a head",
     }
 }
 
 /// Puts a small model into a copy of a file, or into the file.
 fn joined(model: &Path, small: &ModelFile, out: &Path) -> Result<(), Box<dyn Error>> {
     let file = open(model)?;
-    draft::check(&file, small).map_err(|reason| format!("--draft: {reason}"))?;
+    let flag = if small.spec().guesses.is_some() { "--head" } else { "--draft" };
+    draft::check(&file, small).map_err(|reason| format!("{flag}: {reason}"))?;
     join(&file, small, out).map_err(|e| e.to_string())?;
     open(out)?.verify().map_err(|e| format!("{}: {e}", out.display()))?;
-    print(&format!("{}: with a draft model of {}\n", out.display(), size(small.file_len())))
+    print(&added(out, kind(small.spec()), small.file_len()))
 }
 
 /// Why the file's tokenizer or chat template cannot be used, if so: better known now than on the box.

@@ -2,7 +2,7 @@
 
 use std::{error::Error, path::Path, sync::Arc};
 
-use quern_models::{ModelFile, spec::States};
+use quern_models::ModelFile;
 
 use super::EngineArgs;
 use crate::{
@@ -42,7 +42,7 @@ pub fn fits(speculation: Speculation, found: Option<&ModelFile>) -> Result<(), S
 
 /// Opens a small model or head and refuses one that does not have the large one's tokens.
 pub fn open(path: &Path, of: &ModelFile) -> Result<Arc<ModelFile>, Box<dyn Error>> {
-    let file = super::open(path)?;
+    let file = super::open_any(path)?;
     check(of, &file).map_err(|reason| format!("{}: {reason}", path.display()))?;
     Ok(Arc::new(file))
 }
@@ -50,22 +50,7 @@ pub fn open(path: &Path, of: &ModelFile) -> Result<Arc<ModelFile>, Box<dyn Error
 /// Why a small model cannot write ahead of a large one.
 pub fn check(large: &ModelFile, small: &ModelFile) -> Result<(), String> {
     if let Some(head) = &small.spec().guesses {
-        let (spec, got) = (large.spec(), (head.model_hidden, head.model_vocab));
-        let last = match &head.states {
-            States::Before { layers } => layers.last().copied().unwrap_or(0),
-            States::Normed => 0,
-        };
-        if got != (spec.hidden, spec.vocab) || last > spec.layers.len() {
-            return Err(format!(
-                "a head of another model: it is for {} wide states, {} tokens and at least {last} layers, expected {}, {} and {}",
-                got.0,
-                got.1,
-                spec.hidden,
-                spec.vocab,
-                spec.layers.len()
-            ));
-        }
-        return Ok(());
+        return head.fits(large.spec()).map_err(|e| e.0);
     }
     let refused = |reason| format!("{reason}; a draft model must have the same tokens as the model it writes ahead of");
     let text = |file| TextModel::of(file).map_err(|e| e.to_string());

@@ -3,7 +3,7 @@
 use std::{error::Error, path::PathBuf};
 
 use clap::{Args, ValueEnum};
-use quern_convert::{ExportOptions, Format, GptqFormat, export};
+use quern_convert::{ExportOptions, Format, GptqFormat, Progress, export};
 use quern_models::FloatType;
 
 use super::{
@@ -94,8 +94,12 @@ pub fn main(args: ExportArgs) -> Result<(), Box<dyn Error>> {
     let out = args.out.unwrap_or_else(|| name(&args.file, args.to).into());
     let options = ExportOptions { force: args.force, ..ExportOptions::new(format) };
     // Says what to do with a checkpoint; the export itself opens the file again.
-    super::open(&args.file)?;
+    let file = super::open(&args.file)?;
     let mut line = Line::new()?;
+    if let Some(draft) = file.draft() {
+        let what = if draft.spec().guesses.is_some() { "head" } else { "draft model" };
+        line.note(&format!("the {what} behind the model is left out: other programs have it in a folder of its own"));
+    }
     let result = export(&args.file, &out, &options, &mut line);
     line.clear();
     print(&closing(&result?))

@@ -9,7 +9,7 @@ use quern_kernels::{cores::default_threads, cpu::isa::Isa, cuda};
 use quern_models::{ModelFile, spec::Attn};
 use serde_json::json;
 
-use super::{one_line, open, print, size};
+use super::{one_line, open_any, print, size};
 
 /// Flags of `quern info`.
 #[derive(Debug, Args)]
@@ -34,7 +34,7 @@ pub struct InfoArgs {
 /// Runs the command.
 pub fn main(args: InfoArgs) -> Result<(), Box<dyn Error>> {
     let Some(path) = &args.file else { return print(&devices()) };
-    let file = open(path)?;
+    let file = open_any(path)?;
     let verified =
         if args.verify { Some(file.verify().map_err(|e| format!("{}: {e}", path.display()))?) } else { None };
     if args.json {
@@ -42,6 +42,7 @@ pub fn main(args: InfoArgs) -> Result<(), Box<dyn Error>> {
             "file": path.display().to_string(),
             "bytes": file.file_len(),
             "draft_bytes": file.draft().map(|draft| draft.file_len()),
+            "draft_spec": file.draft().map(|draft| draft.spec()),
             "spec": file.spec(),
             "generation": file.generation(),
             "provenance": file.provenance(),
@@ -135,23 +136,34 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
         weights as f64 / 1e6,
         bytes as f64 * 8.0 / weights as f64
     )?;
-    let Attn::Gqa { heads, kv_heads, head_dim, .. } = spec.layers[0].attn;
-    let inner = spec.layers[0].mlp.inner();
+    let what = if spec.guesses.is_some() { "head of     " } else { "model       " };
+    let layers = spec.layers.first().map_or(String::new(), |layer| {
+        let Attn::Gqa { heads, kv_heads, head_dim, .. } = layer.attn;
+        let inner = layer.mlp.inner();
+        format!("{}, {heads}/{kv_heads} heads of {head_dim}, inner {inner}, ", mechanisms::layers(spec))
+    });
     writeln!(
         s,
-        "model        {}, {} layers, hidden {}, {heads}/{kv_heads} heads of {head_dim}, inner {inner}, vocabulary {}, context {}",
-        spec.family,
-        spec.layers.len(),
-        spec.hidden,
-        spec.vocab,
-        spec.max_context
+        "{what} {}, {layers}hidden {}, vocabulary {}, context {}",
+        spec.family, spec.hidden, spec.vocab, spec.max_context
     )?;
+    if let Some(head) = &spec.guesses {
+        writeln!(s, "guesses      {}", mechanisms::head(head, spec))?;
+    }
     if let Some(draft) = file.draft() {
         let (spec, size) = (draft.spec(), size(draft.file_len()));
-        writeln!(s, "draft model  {size} more: {}, {} layers, hidden {}", spec.family, spec.layers.len(), spec.hidden)?;
+        match &spec.guesses {
+            Some(head) => writeln!(s, "head behind  {size} more: {}; {}", spec.family, mechanisms::head(head, spec))?,
+            None => {
+                let layers = mechanisms::layers(spec);
+                writeln!(s, "draft model  {size} more: {}, {layers}, hidden {}", spec.family, spec.hidden)?;
+            }
+        }
     }
-    writeln!(s, "attention    {}", mechanisms::attention(spec))?;
-    writeln!(s, "mlp          {}", mechanisms::mlp(spec))?;
+    if !spec.layers.is_empty() {
+        writeln!(s, "attention    {}", mechanisms::attention(spec))?;
+        writeln!(s, "mlp          {}", mechanisms::mlp(spec))?;
+    }
     for (scheme, t) in &schemes {
         writeln!(
             s,
@@ -162,14 +174,18 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
         )?;
     }
     let text = |p: bool, yes: String| if p { yes } else { "none".into() };
-    writeln!(s, "head         {}", if spec.tied_head { "tied to the embedding" } else { "its own" })?;
-    writeln!(
-        s,
-        "tokenizer    {}",
-        text(file.tokenizer_json().is_some(), size(file.tokenizer_json().map_or(0, <[u8]>::len) as u64))
-    )?;
-    writeln!(s, "template     {}", text(file.chat_template().is_some(), "chat".into()))?;
-    writeln!(s, "defaults     {}", serde_json::to_string(file.generation()).unwrap_or_default())?;
+    if spec.guesses.is_none() {
+        writeln!(s, "head         {}", if spec.tied_head { "tied to the embedding" } else { "its own" })?;
+    }
+    if spec.guesses.is_none() {
+        writeln!(
+            s,
+            "tokenizer    {}",
+            text(file.tokenizer_json().is_some(), size(file.tokenizer_json().map_or(0, <[u8]>::len) as u64))
+        )?;
+        writeln!(s, "template     {}", text(file.chat_template().is_some(), "chat".into()))?;
+        writeln!(s, "defaults     {}", serde_json::to_string(file.generation()).unwrap_or_default())?;
+    }
     let mut from = file.provenance().clone();
     // What an export needs is long; --json has it.
     ["config", "source_bits"].iter().for_each(|key| drop(from.as_object_mut().and_then(|map| map.shift_remove(*key))));

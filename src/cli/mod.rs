@@ -326,8 +326,27 @@ fn positive(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "expected a whole number of at least 1".into())
 }
 
-/// Opens a model file; the message names it once.
+/// Opens a model file; the message names it once. A head is refused: it runs only beside its model.
 pub fn open(path: &Path) -> Result<ModelFile, Box<dyn Error>> {
+    let file = open_any(path)?;
+    match not_a_model(path, &file) {
+        Some(text) => Err(text.into()),
+        None => Ok(file),
+    }
+}
+
+/// Why a file is no model, if it is a head.
+fn not_a_model(path: &Path, file: &ModelFile) -> Option<String> {
+    let head = file.spec().guesses.as_ref()?;
+    let (shown, method) = (path.display(), head.method());
+    Some(format!(
+        "{shown}: expected a model, got a head ({method}), which guesses for its model: give the model, and --draft {shown} \
+         beside it"
+    ))
+}
+
+/// Opens a file of a model or a head.
+pub fn open_any(path: &Path) -> Result<ModelFile, Box<dyn Error>> {
     ModelFile::open(path).map_err(|e| match (checkpoint(path, &e), &e) {
         (Some(text), _) => text.into(),
         (None, FormatError::Io { .. }) => e.into(),

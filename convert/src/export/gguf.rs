@@ -89,7 +89,7 @@ pub fn export(
     let file_bytes = file.metadata().map_err(io)?.len();
     temp.finish(&target)?;
     let seconds = start.elapsed().as_secs_f64();
-    Ok(Report { path: out.into(), method: "gguf", rows: table, file_bytes, verified, seconds })
+    Ok(Report { path: out.into(), method: "gguf", rows: table, file_bytes, verified, seconds, head: None })
 }
 
 /// A file that goes away unless it is finished.

@@ -109,6 +109,8 @@ pub fn items<'a>(file: &'a ModelFile, family: &FamilyPlan) -> Result<Vec<Item<'a
             RuleKind::Head { .. } => (Role::Head, "weight"),
             RuleKind::Vector { .. } => (Role::Vector, "weight"),
             RuleKind::Bias { .. } => (Role::Vector, "bias"),
+            // Of heads, which are not exported.
+            RuleKind::Tokens { .. } => continue,
         };
         let dims: Vec<usize> = info.dims.iter().map(|&d| d as usize).collect();
         // Rows of a module that holds several of our tensors follow each other.

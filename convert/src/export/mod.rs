@@ -123,6 +123,7 @@ pub fn export(
         file_bytes,
         verified,
         seconds: start.elapsed().as_secs_f64(),
+        head: None,
     })
 }
 

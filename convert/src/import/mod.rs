@@ -16,6 +16,7 @@ mod packed;
 pub mod part;
 pub mod refused;
 pub mod rtn;
+pub mod tokens;
 
 use half::f16;
 use quern_models::{FloatType, Mini, PANEL, Scheme, ZeroKind};

@@ -44,6 +44,8 @@ pub(crate) enum Data<'a> {
     Values(Box<dyn Integers + 'a>),
     /// An order of columns.
     Order(Order),
+    /// Tokens of the model, stored as f32.
+    Tokens(Vec<u32>),
     /// Stored as `stored`: the source's type or f16.
     Float { floats: Floats<'a>, stored: FloatType },
     /// Quantized by us.
@@ -87,7 +89,7 @@ impl<'a> Job<'a> {
         match &self.data {
             Data::Gptq(t) => t.shape().scheme(),
             Data::Codes(t) => t.shape().scheme(),
-            Data::Values(_) => Scheme::Float(FloatType::F32),
+            Data::Values(_) | Data::Tokens(_) => Scheme::Float(FloatType::F32),
             Data::Order(_) => Scheme::Order,
             Data::Float { stored, .. } => Scheme::Float(*stored),
             Data::Rtn { shape, .. } => shape.scheme(),
@@ -98,9 +100,9 @@ impl<'a> Job<'a> {
         TensorPlan { name: self.target.clone(), dims: self.dims.clone(), scheme: self.scheme() }
     }
 
-    /// Weights that the tensor holds; an order has none.
+    /// Weights that the tensor holds; an order and a list of tokens have none.
     pub fn weights(&self) -> u64 {
-        if matches!(self.data, Data::Order(_)) { 0 } else { self.dims.iter().product() }
+        if matches!(self.data, Data::Order(_) | Data::Tokens(_)) { 0 } else { self.dims.iter().product() }
     }
 
     pub fn bytes(&self) -> u64 {
@@ -118,6 +120,9 @@ impl<'a> Job<'a> {
             Data::Codes(t) => writer.write(&pack(&Ordered::new(&**t, &self.arrange).decoded()))?,
             Data::Values(t) => writer.write(&values(&Ordered::new(&**t, &self.arrange)))?,
             Data::Order(order) => writer.write(&order.iter().flat_map(|col| col.to_le_bytes()).collect::<Vec<u8>>())?,
+            Data::Tokens(ids) => {
+                writer.write(&ids.iter().flat_map(|&id| (id as f32).to_le_bytes()).collect::<Vec<u8>>())?
+            }
             Data::Float { floats, stored } if *stored == floats.kind => writer.write(&floats.kept(&self.origin)?)?,
             Data::Float { floats, .. } => writer.write(&floats.rounded(&self.origin)?)?,
             Data::Rtn { floats, shape } => writer.write(&pack(&Rtn::new(&self.origin, floats.clone(), *shape)?))?,
@@ -132,6 +137,7 @@ impl<'a> Job<'a> {
             Data::Codes(t) => verify::moved(&self.target, &Ordered::new(&**t, &self.arrange), view),
             Data::Values(t) => verify::values(&self.target, &Ordered::new(&**t, &self.arrange), view),
             Data::Order(order) => verify::order(&self.target, order, view),
+            Data::Tokens(ids) => verify::tokens(&self.target, ids, view),
             Data::Float { floats, stored } => verify::floats(&self.target, floats, *stored, view),
             Data::Rtn { floats, shape } => verify::nearest(&self.target, floats, *shape, view),
         }

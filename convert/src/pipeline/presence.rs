@@ -66,6 +66,7 @@ pub(super) fn left_over(
     let (others, rest): (Vec<&String>, Vec<&String>) = checkpoint
         .tensors
         .keys()
+        .filter(|name| family.within.as_ref().is_none_or(|within| name.starts_with(within)))
         .filter(|name| !used.contains(*name) && !harmless(name))
         .partition(|name| other(name).is_some());
     if !others.is_empty() {

@@ -21,7 +21,7 @@ use crate::{
         float::Floats,
         gptq::{self, Gptq},
         order::{Arrange, Order},
-        rtn,
+        rtn, tokens,
     },
     source::{Checkpoint, Dtype, RawTensor},
 };
@@ -45,12 +45,20 @@ impl Choice {
         Choice { linear: options.quant, head, group: options.group }
     }
 
+    /// For a head: all of its matrices alike, for they change only how often it guesses right.
+    pub fn head(options: &Options) -> Choice {
+        let quant = options.head_quant.unwrap_or(options.quant);
+        Choice { linear: quant, head: quant, group: options.group }
+    }
+
     fn of(self, kind: RuleKind) -> Quant {
         match kind {
             RuleKind::Linear { .. } => self.linear,
             RuleKind::Embedding { .. } | RuleKind::Head { .. } => self.head,
             RuleKind::Table { .. } if self.linear == Quant::F16 => Quant::F16,
-            RuleKind::Table { .. } | RuleKind::Vector { .. } | RuleKind::Bias { .. } => Quant::Keep,
+            RuleKind::Table { .. } | RuleKind::Vector { .. } | RuleKind::Bias { .. } | RuleKind::Tokens { .. } => {
+                Quant::Keep
+            }
         }
     }
 }
@@ -98,6 +106,9 @@ impl<'a, 'b> Module<'a, 'b> {
 
     /// The tensor of the output.
     pub fn take(mut self) -> Result<Job<'a>, ConvertError> {
+        if let RuleKind::Tokens { n, known } = self.rule.kind {
+            return self.tokens(n, known);
+        }
         for format in Self::FORMATS {
             if let Some((data, origin, method)) = format(&mut self)? {
                 let dims = self.wanted().iter().map(|&d| d as u64).collect();
@@ -120,7 +131,7 @@ impl<'a, 'b> Module<'a, 'b> {
         match self.rule.kind {
             RuleKind::Linear { n, k } | RuleKind::Embedding { n, k } => vec![n, k],
             RuleKind::Head { n, k } | RuleKind::Table { n, k } => vec![n, k],
-            RuleKind::Vector { n } | RuleKind::Bias { n } => vec![n],
+            RuleKind::Vector { n } | RuleKind::Bias { n } | RuleKind::Tokens { n, .. } => vec![n],
         }
     }
 
@@ -149,6 +160,27 @@ impl<'a, 'b> Module<'a, 'b> {
     /// Says that these tensors of the module have their place.
     fn uses(&mut self, parts: &[&str]) {
         self.used.extend(parts.iter().map(|part| format!("{}.{part}", self.rule.source)));
+    }
+
+    /// The model's tokens of a head's own.
+    fn tokens(self, n: usize, known: usize) -> Result<Job<'a>, ConvertError> {
+        let name = self.rule.source.clone();
+        let raw = self.checkpoint.tensors.get(&name).ok_or_else(|| ConvertError::Missing {
+            origin: self.checkpoint.name.clone(),
+            tensor: name.clone(),
+            what: format!("{} [{n}]", self.rule.target),
+        })?;
+        let ids = tokens::read(&name, raw, n, known, self.checkpoint.tensors.get("t2d"))?;
+        self.used.insert(name.clone());
+        Ok(Job {
+            target: self.rule.target.clone(),
+            origin: name,
+            dims: vec![n as u64],
+            data: Data::Tokens(ids),
+            part: None,
+            arrange: Arrange::default(),
+            method: None,
+        })
     }
 
     /// GPTQ and AWQ: codes in `qweight`.

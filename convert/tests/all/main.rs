@@ -11,6 +11,7 @@ mod families;
 mod fixtures;
 mod gguf;
 mod gptq;
+mod heads;
 mod hostile;
 mod made;
 mod refusals;

@@ -145,7 +145,15 @@ impl Decoder {
             guesses: None,
         };
         let warnings = config.finish()?;
-        Ok(FamilyPlan { rules: self.rules(), spec, ignore: &["rotary_emb.inv_freq"], others: &[], within: None, head: None, warnings })
+        Ok(FamilyPlan {
+            rules: self.rules(),
+            spec,
+            ignore: &["rotary_emb.inv_freq"],
+            others: &[],
+            within: None,
+            head: None,
+            warnings,
+        })
     }
 
     fn rules(&self) -> Vec<Rule> {

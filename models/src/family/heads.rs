@@ -34,7 +34,8 @@ impl HeadLayout {
     pub fn of(config: &Value, tensors: &dyn Tensors) -> Option<HeadLayout> {
         let at = |module: &str| tensors.names().any(|name| module_base(name, module).is_some());
         // A block's drafter has a norm of what it fuses beside its layers, not in one.
-        let dflash = config.get("dflash_config").is_some() || at("fc") && at("hidden_norm") && !at("midlayer.hidden_norm");
+        let dflash =
+            config.get("dflash_config").is_some() || at("fc") && at("hidden_norm") && !at("midlayer.hidden_norm");
         Some(if at("mtp_layers.0.input_proj") {
             HeadLayout::Mimo
         } else if at("midlayer.self_attn.q_proj") || at("layers.0.hidden_norm") {
@@ -326,7 +327,8 @@ fn layers_before(
 ) -> Result<Vec<usize>, FamilyError> {
     let most = model.layers.len();
     let ids = list.as_array().into_iter().flatten();
-    let ids: Option<Vec<usize>> = ids.map(|id| Some(usize::try_from(id.as_u64()?).ok()?.saturating_add(step))).collect();
+    let ids: Option<Vec<usize>> =
+        ids.map(|id| Some(usize::try_from(id.as_u64()?).ok()?.saturating_add(step))).collect();
     match ids.filter(|ids| !ids.is_empty() && ids.is_sorted_by(|a, b| a < b) && ids.iter().all(|&l| l <= most)) {
         Some(ids) => Ok(ids),
         None => {

@@ -72,7 +72,7 @@ fn rules_and_spec_name_the_same_tensors() {
         let shape = |kind| match kind {
             RuleKind::Linear { n, k } | RuleKind::Embedding { n, k } => vec![n as u64, k as u64],
             RuleKind::Head { n, k } | RuleKind::Table { n, k } => vec![n as u64, k as u64],
-            RuleKind::Vector { n } | RuleKind::Bias { n } => vec![n as u64],
+            RuleKind::Vector { n } | RuleKind::Bias { n } | RuleKind::Tokens { n, .. } => vec![n as u64],
         };
         let rules: BTreeMap<_, _> = plan.rules.iter().map(|r| (r.target.clone(), shape(r.kind))).collect();
         let needed: BTreeMap<_, _> = plan.spec.tensors().into_iter().map(|t| (t.name, t.dims)).collect();

@@ -158,13 +158,15 @@ impl Head {
         let sizes = [("hidden", self.model_hidden, model.hidden), ("vocabulary", self.model_vocab, model.vocab)];
         for (what, expected, got) in sizes {
             if expected != got {
-                return Err(SpecError(format!("the head is for a model of {what} {expected}, this one has {got}")));
+                return Err(SpecError(format!("a head of another model: of {what} {expected}, this one has {got}")));
             }
         }
         match &self.states {
             States::Before { layers } if layers.iter().any(|&l| l > model.layers.len()) => {
                 let n = model.layers.len();
-                Err(SpecError(format!("the head reads states before layers {layers:?}, the model has {n} layers")))
+                Err(SpecError(format!(
+                    "a head of another model: it reads states before layers {layers:?}, this one has {n} layers"
+                )))
             }
             _ => Ok(()),
         }

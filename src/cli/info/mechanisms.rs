@@ -2,7 +2,7 @@
 
 use quern_models::{
     ModelSpec,
-    spec::{Act, Attn, Layer, Mlp, Norm, Rope, RopeScaling},
+    spec::{Act, Attn, Head, HeadKind, Layer, Mlp, Norm, Rope, RopeScaling, States},
 };
 
 /// Positions, windows, norms and biases of attention: `rope 10000 in 27 of 36 layers; window 4096; RMS norms`.
@@ -41,6 +41,40 @@ pub(super) fn mlp(spec: &ModelSpec) -> String {
         Some(format!("{kind}, {act}{bias}{order}"))
     };
     kinds(spec, kind).join("; ")
+}
+
+/// `2 layers`.
+pub(super) fn layers(spec: &ModelSpec) -> String {
+    match spec.layers.len() {
+        1 => "1 layer".into(),
+        n => format!("{n} layers"),
+    }
+}
+
+/// How a head guesses, and from what: `eagle, from states before layers 2, 15, 27; knows 9000 of 49152 tokens`.
+pub(super) fn head(head: &Head, spec: &ModelSpec) -> String {
+    let from = match &head.states {
+        States::Normed => "the state behind the final norm".to_string(),
+        States::Before { layers } => {
+            let layers = layers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+            format!("states before layers {layers}")
+        }
+    };
+    let mut parts = vec![format!("{}, from {from} of width {}", head.method(), head.model_hidden)];
+    match head.kind {
+        HeadKind::Medusa { guesses, .. } => parts.push(format!("{guesses} tokens at once")),
+        HeadKind::Block { size, .. } => parts.push(format!("{} tokens at once", size.saturating_sub(1))),
+        _ => {}
+    }
+    let (known, all) = (spec.vocab, head.model_vocab);
+    parts.push(if head.mapped { format!("knows {known} of {all} tokens") } else { format!("knows all {all} tokens") });
+    match (head.shared_embed, head.shared_head) {
+        (true, true) => parts.push("embedding and head are the model's".into()),
+        (true, false) => parts.push("the embedding is the model's".into()),
+        (false, true) => parts.push("the head is the model's".into()),
+        (false, false) => {}
+    }
+    parts.join("; ")
 }
 
 /// What a layer's attention has.

@@ -147,6 +147,9 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
         Some(text) => RunError::Checkpoint(text),
         None => RunError::File { path: args.file.clone(), source },
     })?;
+    if let Some(text) = super::not_a_model(&args.file, &file) {
+        return Err(RunError::Checkpoint(text));
+    }
     let generation = file.generation();
     let settings = Settings::new(&args, generation, file.spec().vocab)?;
     let text = TextModel::of(&file)?;

@@ -23,6 +23,15 @@ pub(super) fn plan(config: &Value, tensors: &dyn Tensors, model: &ModelSpec) -> 
             config.warn(format!("config.json: {key} is {said}, but the tensors have {found}: {found} is taken"));
         }
     }
+    for (module, what, expected) in
+        [("0.0.linear".to_string(), "width", model.hidden), (format!("0.{depth}"), "tokens", model.vocab)]
+    {
+        let module = format!("{base}{module}");
+        if let Some(got) = tensors.outputs(&module, false, expected).filter(|&got| got != expected) {
+            let expected = format!("{expected}, the {what} of the model that the head is for");
+            return Err(config.wrong(&module, &expected, Some(&got.into())));
+        }
+    }
     let (hidden, vocab, mut rules) = (model.hidden, model.vocab, vec![]);
     let mut rule = |target: String, source: String, kind| {
         rules.push(Rule { target, source, kind, take: Take::WHOLE });
@@ -35,7 +44,9 @@ pub(super) fn plan(config: &Value, tensors: &dyn Tensors, model: &ModelSpec) -> 
         }
         rule(format!("guess.{i}.head"), format!("{base}{i}.{depth}"), RuleKind::Head { n: vocab, k: hidden });
     }
-    for key in ["base_model_name_or_path", "vocab_size", "hidden_size", "version", "medusa_choices", "num_hidden_layers"] {
+    for key in
+        ["base_model_name_or_path", "vocab_size", "hidden_size", "version", "medusa_choices", "num_hidden_layers"]
+    {
         config.get(key);
     }
     let guesses = Head {

@@ -14,6 +14,8 @@ use crate::{
 /// The model, with its head where the checkpoint has one.
 pub(in crate::family) fn plan(config: &Config, tensors: &dyn Tensors) -> Result<FamilyPlan, FamilyError> {
     let said = config.whole_or("num_nextn_predict_layers", 0)?;
+    // Of q, k and v, as in Qwen2, which does not ask.
+    config.get("attention_bias");
     let mut plan = qwen2::named(config, tensors, "mimo")?;
     if tensors.names().any(|name| module_base(name, LAYER).is_some()) {
         let mut head = read(config, tensors, &plan.spec)?;
