@@ -8,6 +8,7 @@ mod cli;
 mod compressed;
 mod cuda;
 mod handed;
+mod heads;
 mod lossless;
 mod offload;
 mod page;

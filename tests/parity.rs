@@ -54,6 +54,11 @@ fn smollm3() {
 }
 
 #[test]
+fn mimo() {
+    parity("heads/mimo", "float");
+}
+
+#[test]
 fn gpt2() {
     parity("models/gpt2", "float");
 }

@@ -205,3 +205,48 @@ fn a_draft_model_goes_into_the_file() {
     quern(&["run", arg(&small), "--speculate", "nonsense", "-p", "x"]).misused(&["expected off, auto"]);
     quern(&["run", arg(&small), "--accept", "maybe", "-p", "x"]).misused(&["exact or rejection"]);
 }
+
+#[test]
+fn a_head_goes_into_the_file_or_beside_it() {
+    let scratch = Scratch::new("convert-head");
+    let [model, head, both, again, none] =
+        ["model.qrn", "head.qrn", "both.qrn", "again.qrn", "none.qrn"].map(|name| scratch.at(name));
+    let [llama, eagle, mimo] = ["models/llama", "heads/eagle3", "heads/mimo"].map(fixture);
+    quern(&["convert", arg(&llama), "-o", arg(&model)]).ok();
+    // A file of its own, quantized; into a copy of the model's file from there and from the checkpoint; in one go.
+    let own = ["convert", arg(&eagle), "--for", arg(&model), "-o", arg(&head), "--head-quant", "int4"];
+    quern(&own).ok().prints(&["int4", "codes nearest"]);
+    quern(&["info", arg(&head), "--verify"]).ok().prints(&[
+        "head of      eagle3, 1 layer",
+        "eagle, from states before layers 0, 1, 2 of width 128; knows 96 of 320 tokens; the embedding is the model's",
+    ]);
+    let said = ["with a head (eagle) of"];
+    quern(&["convert", arg(&model), "--head", arg(&head), "-o", arg(&both)]).ok().prints(&said);
+    quern(&["convert", arg(&model), "--head", arg(&eagle), "-o", arg(&both)]).fails(&["exists", "--force"]);
+    quern(&["convert", arg(&model), "--head", arg(&eagle), "-o", arg(&both), "--force"]).ok().prints(&said);
+    quern(&["convert", arg(&llama), "--head", arg(&eagle), "-o", arg(&again)]).ok().prints(&said);
+    assert_eq!(fs::metadata(&both).unwrap().len(), fs::metadata(&again).unwrap().len());
+    quern(&["info", arg(&both), "--verify"]).ok().prints(&["llama, 2 layers", "head behind", "eagle3; eagle, from"]);
+    quern(&["convert", arg(&mimo), "-o", arg(&again), "--force"]).ok().prints(&["with a head (mtp) of"]);
+    // A head is no model.
+    for command in ["run", "eval", "bench", "export"] {
+        let more: &[&str] = match command {
+            "run" => &["-p", "x"],
+            "eval" => &["--text", arg(&head)],
+            "export" => &["--to", "float"],
+            _ => &[],
+        };
+        quern(&[&[command, arg(&head)], more].concat()).fails(&["expected a model, got a head (eagle)", "--draft"]);
+    }
+    quern(&["convert", arg(&eagle), "-o", arg(&none)]).fails(&["a head (EAGLE-3), not a model", "--head", "--for"]);
+    quern(&["convert", arg(&model), "--head", arg(&model), "-o", arg(&none)]).misused(&["a model, not a head"]);
+    quern(&["convert", arg(&model), "--head", arg(&eagle)]).misused(&["--out"]);
+    quern(&["convert", arg(&llama), "--head", arg(&eagle), "--draft", arg(&head)]).misused(&["cannot be used with"]);
+    let other = ["convert", arg(&again), "--head", arg(&head), "-o", arg(&none)];
+    quern(&other).fails(&["--head: a head of another model", "hidden"]);
+    assert!(!none.exists());
+    // The model alone goes out again, and says so.
+    let out = scratch.at("float");
+    let exported = quern(&["export", arg(&both), "--to", "float", "-o", arg(&out)]).ok();
+    assert!(exported.err.contains("the head behind the model is left out"), "{}", exported.err);
+}

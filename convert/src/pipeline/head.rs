@@ -50,7 +50,10 @@ pub(super) fn open(source: &Path, out: &Path) -> Result<Source, ConvertError> {
             ),
         });
     }
-    super::open(source, out)
+    // Medusa's own name for its heads, whatever lies beside them.
+    let medusa = source.join("medusa_lm_head.safetensors");
+    let whole = ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| source.join(name).exists());
+    super::open(if medusa.exists() && !whole { &medusa } else { source }, out)
 }
 
 /// The pickle of a source that has nothing better.

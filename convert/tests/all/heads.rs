@@ -156,6 +156,8 @@ fn every_layout_becomes_what_its_makers_compute() {
         assert_eq!(names, tensors, "{name}");
         assert_eq!((head.model_hidden, head.model_vocab, spec.max_context), (128, 320, 256), "{name}");
     }
+    let (_, _, _, notes) = of("eagle3-speculators");
+    assert!(notes.len() == 1 && notes[0].contains("model's own"), "{notes:?}");
     let (spec, head, names, _) = of("medusa");
     assert_eq!((head.kind, head.states), (HeadKind::Medusa { guesses: 3, depth: 1 }, States::Normed));
     assert!(spec.layers.is_empty() && names.len() == 9, "{names:?}");
@@ -218,7 +220,7 @@ fn what_does_not_fit_is_named() {
         ),
         ("medusa", |c| drop(c.tensors.remove("1.1.weight")), "1.1.weight is missing"),
         ("medusa", |c| drop(c.tensors.remove("1.0.linear.bias")), "1.0.linear.bias is missing"),
-        ("medusa", |c| drop(c.tensors.remove("1.0.linear.weight")), "2."),
+        ("medusa", |c| drop(c.tensors.remove("1.0.linear.weight")), "1.0.linear.weight is missing"),
         ("medusa", |c| c.tensors.get_mut("0.1.weight").unwrap().1 = vec![160, 256], "0.1: expected 320"),
         ("dflash", |c| c.config["dflash_config"]["mask_token_id"] = json!(320), "mask"),
         ("dflash", |c| c.config["dflash_config"]["mask_token_id"] = json!(-1), "dflash_config.mask_token_id"),
@@ -377,6 +379,15 @@ fn what_is_no_model_or_no_safetensors_says_what_to_do() {
         write(&case.dir(), &case.config, &case.tensors, "model.safetensors");
         case.scratch.fails("not a model; put it into its model's file (quern convert MODEL --head DIR)");
     }
+    // Parts of a multimodal model are no head.
+    let mut case = Case::new("mimo");
+    case.config["vision_config"] = json!({});
+    for name in ["vision_tower.fc.weight", "visual.0.0.linear.weight", "vision_tower.hidden_norm.weight"] {
+        case.tensors.insert(name.into(), ("F32", vec![1], vec![1; 4]));
+    }
+    case.tensors.retain(|name, _| !name.contains("mtp_layers"));
+    write(&case.dir(), &case.config, &case.tensors, "model.safetensors");
+    case.scratch.convert(&Options::default()).unwrap();
     let case = Case::new("eagle1");
     let model = case.target("models/llama", Quant::Keep);
     for name in ["pytorch_model.bin", "medusa_lm_head.pt"] {

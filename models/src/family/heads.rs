@@ -63,10 +63,11 @@ impl HeadLayout {
     }
 }
 
-/// What stands before `module` in a tensor's name, if it is of that module.
+/// What stands before `module` in a tensor's name, if it is of that module of a head: parts of a multimodal model may
+/// have the same names elsewhere.
 fn module_base<'a>(name: &'a str, module: &str) -> Option<&'a str> {
     let (of, _) = name.rsplit_once('.')?;
-    of.strip_suffix(module).filter(|base| base.is_empty() || base.ends_with('.'))
+    of.strip_suffix(module).filter(|base| ["", "model.", "medusa_head."].contains(base))
 }
 
 /// Reads the head of a checkpoint for `model`. A checkpoint that has none that is known is an error.

@@ -81,7 +81,13 @@ fn states(config: &Config, model: &ModelSpec) -> Result<States, FamilyError> {
 
 /// What else a config of speculators says.
 fn rest(outer: &Config) -> Result<Vec<String>, FamilyError> {
-    for key in ["speculators_config", "speculators_version", "has_no_defaults_at_init", "embed_requires_grad"] {
+    for key in [
+        "speculators_model_type",
+        "speculators_config",
+        "speculators_version",
+        "has_no_defaults_at_init",
+        "embed_requires_grad",
+    ] {
         outer.get(key);
     }
     outer.finish()
