@@ -205,18 +205,26 @@ impl Writer for Head {
         self.asked = asked.iter().map(|asked| asked.share.id).collect();
         self.kept.retain(|&id, _| scheduler.running(id).is_some());
         let (width, reads_all) = (self.width, !matches!(self.spec.kind, HeadKind::Medusa { .. }));
-        let (mut writing, mut rows, mut ends) = (vec![], vec![], vec![]);
+        let (mut writing, mut rows, mut ends, mut written) = (vec![], vec![], vec![], BTreeSet::new());
         for asked in asked {
             let share = &asked.share;
             let (Some(s), Some(kept)) = (scheduler.running(share.id), self.kept.get_mut(&share.id)) else { continue };
             // What was computed of wrong guesses is none of the text.
             let end = kept.end(width).min(s.computed).min(s.tokens.len().saturating_sub(1));
-            if end <= kept.start || end > self.context {
+            if end > self.context {
+                (kept.start, kept.states) = (end, vec![]);
+            }
+            if end <= kept.start {
                 continue;
             }
             let guesses = share.guesses > 0 && end + 1 == s.tokens.len() && end + share.guesses < self.context;
             if !reads_all {
                 kept.forget(end - 1, width);
+            }
+            // Two texts that began alike and were interrupted may wait to write the same block: one of them goes on waiting.
+            let of = &s.blocks[kept.start / BLOCK..end.div_ceil(BLOCK)];
+            if (guesses || end - kept.start >= MANY) && of.iter().any(|block| !written.insert(*block)) {
+                continue;
             }
             if guesses {
                 writing.push(Writing { id: s.id, blocks: &s.blocks, draft: Draft::new(asked, &s.tokens), own: vec![] });
