@@ -7,8 +7,9 @@
 mod cli;
 mod compressed;
 mod cuda;
+mod drafters;
 mod handed;
-mod heads;
+
 mod lossless;
 mod offload;
 mod page;
