@@ -9,7 +9,7 @@ mod compressed;
 mod cuda;
 mod drafters;
 mod handed;
-
+mod heads;
 mod lossless;
 mod offload;
 mod page;

@@ -7,6 +7,7 @@ use quern_models::ModelFile;
 use super::EngineArgs;
 use crate::{
     draft::{Method, Speculation},
+    engine::{Engine, EngineOptions, OpenError},
     text::{TextModel, Tokenizer, printable},
 };
 
@@ -21,6 +22,26 @@ pub fn of(args: &EngineArgs, file: &ModelFile, requests: bool) -> Result<Option<
     };
     fits(args.speculate, found.as_deref())?;
     Ok(found)
+}
+
+/// Lets an engine guess from what [`of`] found. What the model's file has and cannot be used here is left with a line on
+/// stderr, unless it was asked for.
+pub fn give(
+    engine: &mut Engine,
+    found: Option<Arc<ModelFile>>,
+    args: &EngineArgs,
+    options: EngineOptions,
+) -> Result<(), OpenError> {
+    let Some(found) = found else { return Ok(()) };
+    let (asked, method) = (args.draft.is_some() || args.speculate.method.needs_file(), Method::of(found.spec()));
+    match engine.with_draft(found, options) {
+        Err(error) if !asked => {
+            let error = printable(&error.to_string());
+            eprintln!("the file's own guesses ({}) cannot be used, going on without: {error}", method.name());
+            Ok(())
+        }
+        done => done,
+    }
 }
 
 /// Refuses a method that needs another file than is there.

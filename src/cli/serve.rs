@@ -202,9 +202,7 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
         .map_err(|e| format!("{}: the file's sampling defaults cannot be used: {e}", args.file.display()))?;
     let progress = upload::progress(file.file_len());
     let mut engine = Engine::open(Arc::new(file), options, progress).map_err(RunError::Open)?;
-    if let Some(small) = small {
-        engine.with_draft(small, options).map_err(RunError::Open)?;
-    }
+    draft::give(&mut engine, small, &args.engine, options).map_err(RunError::Open)?;
     if let Some(dir) = &args.cache_dir {
         say(&engine.keep_in(dir.clone()));
     }

@@ -33,7 +33,7 @@ pub struct Guess {
     pub tokens: Vec<u32>,
     /// Where each comes from, which tells how likely it is right.
     pub places: Vec<Place>,
-    /// So many more are to be written by the small model.
+    /// So many are to be written instead, by a small model or a head.
     pub to_write: usize,
     /// What each was drawn from, where it was drawn and that matters; else it was chosen.
     pub from: Vec<Distribution>,

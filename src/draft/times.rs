@@ -106,9 +106,16 @@ pub fn lengths(times: &Times, rows: usize, answers: usize, most: usize, offers: 
     lengths
 }
 
-/// How many guesses of each sequence a small model should write, where each costs a pass of `pass` steps of one row.
-/// As [`lengths`], but all get as many.
-pub fn depth(times: &Times, rows: usize, answers: usize, most: usize, pass: f64, offers: &[Vec<f64>]) -> usize {
+/// How many guesses of each sequence a small model or a head should write, where so many cost as much as `cost` steps of
+/// one row. As [`lengths`], but all get as many.
+pub fn depth(
+    times: &Times,
+    rows: usize,
+    answers: usize,
+    most: usize,
+    cost: impl Fn(usize) -> f64,
+    offers: &[Vec<f64>],
+) -> usize {
     let speed = |depth: usize| {
         let sum = |offer: &Vec<f64>| {
             let (mut all, mut sum) = (1.0, 0.0);
@@ -120,7 +127,7 @@ pub fn depth(times: &Times, rows: usize, answers: usize, most: usize, pass: f64,
         };
         let tokens = answers as f64 + offers.iter().map(sum).sum::<f64>();
         let guesses: usize = offers.iter().map(|offer| depth.min(offer.len())).sum();
-        tokens / (times.ratio(rows + guesses) + pass * depth as f64)
+        tokens / (times.ratio(rows + guesses) + if depth == 0 { 0.0 } else { cost(depth) })
     };
     let longest = offers.iter().map(Vec::len).max().unwrap_or(0);
     let fits = |depth: &usize| offers.iter().map(|offer| offer.len().min(*depth)).sum::<usize>() <= most;
@@ -182,12 +189,16 @@ mod tests {
     fn a_small_model_writes_as_much_as_pays() {
         let mut times = Times::default();
         (1..=16).for_each(|rows| times.note(rows, 1.0 + 0.2 * (rows as f64 - 1.0)));
-        let of = |pass, chance: f64| depth(&times, 1, 1, 64, pass, &[vec![chance; 16]]);
+        let each = |pass: f64| move |depth: usize| pass * depth as f64;
+        let of = |pass, chance: f64| depth(&times, 1, 1, 64, each(pass), &[vec![chance; 16]]);
         assert_eq!(of(0.0, 0.9), lengths(&times, 1, 1, 64, &[vec![0.9; 16]])[0]);
         assert!(of(0.1, 0.9) < of(0.0, 0.9) && of(0.1, 0.9) > 0);
         assert_eq!((of(0.1, 0.2), of(0.9, 0.9)), (0, 0), "wrong, or slow");
-        assert_eq!(depth(&times, 2, 2, 5, 0.01, &[vec![1.0; 16], vec![1.0; 16]]), 2, "no more than have room");
-        assert_eq!(depth(&times, 1, 1, 64, 0.1, &[]), 0);
-        assert_eq!(depth(&times, 1, 1, 64, 0.1, &[vec![1.0; 3]]), 3);
+        assert_eq!(depth(&times, 2, 2, 5, each(0.01), &[vec![1.0; 16], vec![1.0; 16]]), 2, "no more than have room");
+        assert_eq!(depth(&times, 1, 1, 64, each(0.1), &[]), 0);
+        assert_eq!(depth(&times, 1, 1, 64, each(0.1), &[vec![1.0; 3]]), 3);
+        // One pass for all: where it pays at all, so does each more.
+        let whole = |pass: f64| depth(&times, 1, 1, 64, |_| pass, &[vec![0.9; 8]]);
+        assert!(whole(0.5) >= of(0.5, 0.9) && whole(50.0) == 0);
     }
 }

@@ -37,6 +37,11 @@ pub(super) struct Ahead {
     pub from: Vec<Distribution>,
 }
 
+/// Where guesses come from that are written.
+pub(super) fn written_places(count: usize) -> impl Iterator<Item = Place> {
+    (1..=count).map(|i| Place::new(Source::Model, i))
+}
+
 impl Ahead {
     pub fn new(speculation: Speculation, shares: bool) -> Ahead {
         let (lookup, chances) = (Lookup::default(), Chances::of_one());
@@ -69,26 +74,34 @@ impl Guesser {
             let guess = self.of(sequence, active, context);
             let ahead = active.ahead();
             if ahead.speculation.fixed.is_none() || !obeys {
-                let (ids, offers) = match guess.to_write {
-                    0 => (&mut ids, &mut offers),
-                    _ => (&mut writing, &mut written),
-                };
+                let chance = |place| ahead.chances.of(place, &self.chances);
+                if guess.to_write > 0 {
+                    writing.push(sequence.id);
+                    written.push(written_places(guess.to_write).map(chance).collect());
+                }
                 ids.push(sequence.id);
-                offers.push(guess.places.iter().map(|&place| ahead.chances.of(place, &self.chances)).collect());
+                offers.push(guess.places.iter().map(|&place| chance(place)).collect::<Vec<f64>>());
             }
             guesses.insert(sequence.id, guess);
         }
         let rows = answers + scheduler.prompts().min(budget.mixed);
-        for (id, length) in ids.into_iter().zip(lengths(&self.times, rows, answers, budget.logits, &offers)) {
-            guesses.entry(id).and_modify(|guess| guess.tokens.truncate(length));
-        }
-        if let Some(Ability { pass, .. }) = self.writer.filter(|_| !writing.is_empty()) {
+        if let Some(Ability { pass, at_once, .. }) = self.writer.filter(|_| !writing.is_empty()) {
             // Before the first one: as if it were a fifth of a step.
             let pass = if pass > 0.0 { self.times.relative(pass) } else { 0.2 };
-            let depth = depth(&self.times, rows, answers, budget.logits, pass, &written);
+            let cost = |depth: usize| if at_once { pass } else { pass * depth as f64 };
+            let depth = depth(&self.times, rows, answers, budget.logits, cost, &written);
             for id in writing {
                 guesses.entry(id).and_modify(|guess| guess.to_write = guess.to_write.min(depth));
             }
+            // What is written is not looked up; what is not worth a pass may be worth a look.
+            for (id, offer) in ids.iter().zip(&mut offers) {
+                if guesses[id].to_write > 0 {
+                    offer.clear();
+                }
+            }
+        }
+        for (id, length) in ids.into_iter().zip(lengths(&self.times, rows, answers, budget.logits, &offers)) {
+            guesses.entry(id).and_modify(|guess| guess.tokens.truncate(length));
         }
         guesses.retain(|_, guess| guess.to_write > 0 || !guess.tokens.is_empty());
         guesses
@@ -116,11 +129,10 @@ impl Guesser {
         let most = ahead.speculation.fixed.unwrap_or(MOST).min(most);
         if let Some(writer) = self.writer.filter(|writer| method.allows(writer.method)) {
             let chance = |place: Place| ahead.chances.of(place, &self.chances);
-            let place = |i| Place::new(Source::Model, i);
             let to_write = most.min(writer.most).min(writer.context.saturating_sub(text.len()));
             // What was said before is free, and taken where it is as sure.
-            if guess.places.first().is_none_or(|&first| chance(first) < chance(place(1))) && to_write > 0 {
-                return Guess { places: (1..=to_write).map(place).collect(), to_write, ..Guess::default() };
+            if guess.places.first().is_none_or(|&first| chance(first) < chance(Place::new(Source::Model, 1))) {
+                guess.to_write = to_write;
             }
         }
         let end = guess.tokens.iter().take(most).position(|&token| active.ends(token));

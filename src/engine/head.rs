@@ -5,8 +5,9 @@
 //! the scheduler gives, shares, copies and takes back holds for both.
 //!
 //! A head's row reads a token and the state before it (`quern_models::spec::Head`), so the last row of a block that was
-//! found in the cache was read with another's token. That, and whatever it could not read, costs right guesses and
-//! nothing else: what it guesses changes no text.
+//! found in the cache was read with another's token. That, and whatever it could not read (rows of a block that was
+//! copied before they were read, or whose text ended before), costs right guesses and nothing else: what it guesses
+//! changes no text.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,11 +26,11 @@ use quern_models::{
 use super::writer::{Ability, Asked, Draft, Writer, Written, mean};
 use crate::{
     draft::{MOST, Method},
-    sched::{Scheduled, Scheduler},
+    sched::{LOGIT_ROWS, Scheduled, Scheduler},
 };
 
 /// States of a text that are read without a guess when there are so many: a pass of many rows costs little for each.
-const MANY: usize = 64;
+pub(super) const MANY: usize = 64;
 
 /// A head, and the states that it has not read.
 pub(super) struct Head {
@@ -73,8 +74,8 @@ struct Writing<'a> {
     own: Vec<f32>,
 }
 
-/// A block that is guessed at once: the last token and masks, where its keys and values are, and the text with it.
-struct Block {
+/// A draft block, which is guessed at once: the last token and masks, where its keys and values are, and the text with it.
+struct DraftBlock {
     start: usize,
     tokens: Vec<u32>,
     blocks: Vec<u32>,
@@ -123,14 +124,13 @@ impl Head {
         let both = both.collect();
         let blocks = matches!(self.spec.kind, HeadKind::Block { .. });
         if plan.rows() <= 2 * plan.chunks.len() && !blocks {
-            let each = started.elapsed().as_secs_f64() / self.at_once().unwrap_or(1) as f64;
-            mean(&mut self.pass, each);
+            mean(&mut self.pass, started.elapsed().as_secs_f64());
         }
         Ok(both)
     }
 
-    /// Lets blocks be guessed behind texts whose states are all read: as many at once as there is spare memory for.
-    fn blocks(&mut self, writing: &mut [Writing], size: usize, mask: u32) -> Result<(), ExecError> {
+    /// Lets draft blocks be guessed behind texts whose states are all read: as many at once as there is spare memory for.
+    fn guess_blocks(&mut self, writing: &mut [Writing], size: usize, mask: u32) -> Result<(), ExecError> {
         let vocab = self.spec.model_vocab;
         let mut done = 0;
         while done < writing.len() {
@@ -139,7 +139,7 @@ impl Head {
             for w in &writing[done..] {
                 let start = w.draft.text.len() - 1;
                 let more = (start + size).div_ceil(BLOCK).saturating_sub(w.blocks.len());
-                if more > spare.len() {
+                if more > spare.len() || !group.is_empty() && (group.len() + 1) * size > LOGIT_ROWS {
                     break;
                 }
                 let mut blocks = w.blocks.to_vec();
@@ -147,7 +147,7 @@ impl Head {
                 let mut tokens = vec![mask; size];
                 tokens[0] = w.draft.text[start];
                 let text = [&w.draft.text[..start], &tokens].concat();
-                group.push(Block { start, tokens, blocks, text });
+                group.push(DraftBlock { start, tokens, blocks, text });
             }
             assert!(!group.is_empty(), "a head that guesses blocks of {size} has memory for one");
             let mut plan = Plan::default();
@@ -156,9 +156,7 @@ impl Head {
                 let (tokens, start, blocks) = (&b.tokens[..], b.start, &b.blocks[..]);
                 plan.chunks.push(Chunk { tokens, start, blocks, mask: Mask::Full, output });
             }
-            let started = Instant::now();
             let outputs = self.executor.guess(&plan, &Fed::Nothing)?;
-            mean(&mut self.pass, started.elapsed().as_secs_f64() / (size - 1) as f64);
             drop(plan);
             for (w, output) in writing[done..].iter_mut().zip(outputs) {
                 w.draft.take(output, vocab, vocab);
@@ -173,7 +171,8 @@ impl Head {
 impl Writer for Head {
     fn ability(&self) -> Ability {
         let method = Method::of_head(&self.spec);
-        Ability { method, pass: self.pass, context: self.context, most: self.at_once().unwrap_or(MOST).min(MOST) }
+        let (pass, context, most) = (self.pass, self.context, self.at_once().unwrap_or(MOST).min(MOST));
+        Ability { method, pass, at_once: self.at_once().is_some(), context, most }
     }
 
     fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
@@ -205,7 +204,7 @@ impl Writer for Head {
         self.asked = asked.iter().map(|asked| asked.share.id).collect();
         self.kept.retain(|&id, _| scheduler.running(id).is_some());
         let (width, reads_all) = (self.width, !matches!(self.spec.kind, HeadKind::Medusa { .. }));
-        let (mut writing, mut rows, mut ends, mut written) = (vec![], vec![], vec![], BTreeSet::new());
+        let (mut writing, mut rows, mut ends, mut written) = (vec![], vec![], vec![], BTreeSet::<u32>::new());
         for asked in asked {
             let share = &asked.share;
             let (Some(s), Some(kept)) = (scheduler.running(share.id), self.kept.get_mut(&share.id)) else { continue };
@@ -223,8 +222,12 @@ impl Writer for Head {
             }
             // Two texts that began alike and were interrupted may wait to write the same block: one of them goes on waiting.
             let of = &s.blocks[kept.start / BLOCK..end.div_ceil(BLOCK)];
-            if (guesses || end - kept.start >= MANY) && of.iter().any(|block| !written.insert(*block)) {
+            let reads = guesses || end - kept.start >= MANY;
+            if reads && of.iter().any(|block| written.contains(block)) {
                 continue;
+            }
+            if reads {
+                written.extend(of);
             }
             if guesses {
                 writing.push(Writing { id: s.id, blocks: &s.blocks, draft: Draft::new(asked, &s.tokens), own: vec![] });
@@ -251,6 +254,7 @@ impl Writer for Head {
             plan.chunks.push(Chunk { tokens, start, blocks: &s.blocks, mask: Mask::Causal, output });
             fed.push(&kept[&s.id].states[..rows.len() * width]);
         }
+        let (started, few) = (Instant::now(), plan.rows() <= 2 * plan.chunks.len());
         let mut got = self.pass(&plan, &Fed::Model(fed));
         drop(plan);
         self.kept = kept;
@@ -261,7 +265,10 @@ impl Writer for Head {
         }
         if let Some((size, mask)) = block {
             got?;
-            self.blocks(&mut writing, size, mask)?;
+            self.guess_blocks(&mut writing, size, mask)?;
+            if few {
+                mean(&mut self.pass, started.elapsed().as_secs_f64());
+            }
             return Ok(writing.into_iter().map(|w| (w.id, w.draft.done())).collect());
         }
         let vocab = self.spec.model_vocab;

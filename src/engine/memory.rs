@@ -13,7 +13,7 @@ use quern_models::{
     spec::{Attn, Mlp},
 };
 
-use super::EngineOptions;
+use super::{EngineOptions, head::MANY};
 use crate::sched::LOGIT_ROWS;
 
 /// Bytes, part by part.
@@ -102,9 +102,14 @@ impl MemoryPlan {
         self.available.is_none_or(|there| there >= self.needed()) && self.host.as_ref().is_none_or(|host| host.fits())
     }
 
-    /// The plan of an engine with a small model besides, which has as many blocks.
+    /// The plan of an engine with a small model or a head besides, which has as many blocks.
     pub fn with_draft(self, file: &ModelFile, options: &EngineOptions) -> MemoryPlan {
-        let small = MemoryPlan::new(file, &EngineOptions { gpu_layers: None, ..*options });
+        let mut small = MemoryPlan::new(file, &EngineOptions { gpu_layers: None, ..*options });
+        if let Some(head) = &file.spec().guesses {
+            // States of a step, kept by the model and by the head, and those of each text that wait to be read.
+            let rows = 2 * options.rows() + options.sequences.saturating_mul(MANY);
+            small.scratch = small.scratch.saturating_add(4 * (rows as u64).saturating_mul(head.width() as u64));
+        }
         let block = small.token_bytes * BLOCK as u64;
         MemoryPlan {
             weights: self.weights.saturating_add(small.weights),

@@ -12,7 +12,7 @@ use quern_models::{ModelFile, ModelSpec, spec::Attn};
 use super::{
     EngineError, Event, Failure, Finish, Generator, Limits, Pooling, Request, Stats,
     active::{Active, Got},
-    ahead::{Ahead, Guesser},
+    ahead::{Ahead, Guesser, written_places},
     head::Head,
     keep,
     memory::MemoryPlan,
@@ -325,7 +325,10 @@ impl Engine {
         }
         for (id, (tokens, from)) in writer.write(&self.scheduler, &asked)? {
             let guess = guesses.entry(id).or_default();
-            guess.places.truncate(tokens.len());
+            if tokens.is_empty() {
+                continue;
+            }
+            guess.places = written_places(tokens.len()).collect();
             // Where the text may end, nothing need be guessed; but a guess that was drawn must not be kept back for what it
             // is, or the others would be drawn from something else.
             let active = &self.active[&id];

@@ -68,7 +68,7 @@ impl Small {
 
 impl Writer for Small {
     fn ability(&self) -> Ability {
-        Ability { method: Method::Draft, pass: self.pass, context: self.context, most: MOST }
+        Ability { method: Method::Draft, pass: self.pass, at_once: false, context: self.context, most: MOST }
     }
 
     fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {

@@ -37,8 +37,10 @@ pub(super) trait Writer: Send {
 pub(super) struct Ability {
     /// How users name it.
     pub method: Method,
-    /// Seconds that a guess more takes; 0 where none was made yet.
+    /// Seconds that a guess takes, or all of a step if they come at once; 0 where none was made yet.
     pub pass: f64,
+    /// One pass gives all guesses of a step.
+    pub at_once: bool,
     /// Longest text that it can guess from.
     pub context: usize,
     /// Most guesses at once.

@@ -40,7 +40,8 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
         if let Output::Tokens { history, .. } = &c.output
             && history.len() != c.start + c.tokens.len() + usize::from(spec.guesses.is_some() && !is_block(spec))
         {
-            return bad("history", (c.start + c.tokens.len()).to_string(), history.len().to_string());
+            let ahead = usize::from(spec.guesses.is_some() && !is_block(spec));
+            return bad("history", (c.start + c.tokens.len() + ahead).to_string(), history.len().to_string());
         }
         if let Output::Tokens { from, allowed: Some(allowed), .. } = &c.output
             && allowed.len() != (c.tokens.len() - from) * spec.vocab.div_ceil(32)

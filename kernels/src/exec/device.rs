@@ -152,6 +152,10 @@ pub fn open(
     progress: impl FnMut(usize) + 'static,
 ) -> Result<Box<dyn Executor>, ExecError> {
     let ExecOptions { threads, blocks, kv, rows, .. } = options;
+    if file.spec().guesses.is_some() {
+        let (expected, got) = ("to be given beside its model".into(), "it alone".into());
+        return Err(ExecError::Head { what: "guesses for a model", expected, got });
+    }
     match options.place(file.spec())? {
         Place::Cpu => {
             let activations = options.activations.unwrap_or(Activations::Int8);

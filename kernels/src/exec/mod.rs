@@ -303,7 +303,7 @@ pub trait Executor: Send {
 /// A head on a device: it guesses a model's tokens from its states. What rows are: [`quern_models::spec::Head`].
 pub trait HeadExecutor: Send {
     /// Reads rows and guesses. [`Output::Tokens`] and [`Output::Logits`] are of the model's tokens; a history has the
-    /// token of the row it ends with. Medusa and blocks give all their guesses after the last row of a chunk.
+    /// token of the row it ends with (of a block, it ends with the masks). Medusa and blocks give all their guesses after the last row of a chunk.
     fn guess(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<ChunkOutput>, ExecError>;
 
     /// What all rows of the last pass gave for the next, `[rows][hidden]`.

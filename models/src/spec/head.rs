@@ -211,6 +211,9 @@ impl Head {
         if spec.layers.is_empty() != medusa {
             return bad(format!("{} layers, kind {}", spec.layers.len(), self.method()));
         }
+        if medusa && (self.mapped || self.shared_embed || self.shared_head) {
+            return bad("Medusa's heads have all of the model's tokens, matrices of their own, and no embedding".into());
+        }
         match self.kind {
             HeadKind::Medusa { guesses, depth }
                 if guesses == 0 || guesses > 64 || depth > 16 || spec.norm != Norm::Identity || spec.tied_head =>

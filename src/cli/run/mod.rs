@@ -164,9 +164,7 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
     let small = small.map_err(|reason| RunError::Flag { flag: "--draft", reason })?;
     let progress = super::upload::progress(file.file_len());
     let mut engine = Engine::open(Arc::new(file), options, progress)?;
-    if let Some(small) = small {
-        engine.with_draft(small, options)?;
-    }
+    super::draft::give(&mut engine, small, &args.engine, options)?;
     let device = engine.describe();
     let session = Session {
         engine: &mut engine,
