@@ -6,53 +6,10 @@
 // the result. Any number of columns; four at a time where it is a multiple of four.
 #include "gpu.h"
 #include "acts.h"
+#include "norm.h"
 #include "pool.h"
 
-#define THREADS 256
-
-DEVICE float4 zero4() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
-
-// Columns 4q to 4q + 3 of a row of `n`, zeros beyond.
-DEVICE float4 load_quad(const float* row, u32 q, u32 n) {
-    if (n % 4 == 0) return 4 * q < n ? ((const float4*)row)[q] : zero4();
-    float4 v = zero4();
-    if (4 * q < n) v.x = row[4 * q];
-    if (4 * q + 1 < n) v.y = row[4 * q + 1];
-    if (4 * q + 2 < n) v.z = row[4 * q + 2];
-    if (4 * q + 3 < n) v.w = row[4 * q + 3];
-    return v;
-}
-
 // ---- norms
-
-// Mean and 1 / deviation of a row. RMS norms have mean 0.
-struct Moments {
-    float mean, r;
-};
-
-template <bool LAYER>
-DEVICE Moments moments(const float* x, u32 n, float eps, float* shared) {
-    float mean = 0.0f, sum = 0.0f;
-    if (LAYER) {
-#pragma unroll 4
-        for (u32 i = threadIdx.x; i < n; i += THREADS) sum += x[i];
-        mean = __fdiv_rn(block_sum<THREADS>(sum, shared), (float)n);
-        sum = 0.0f;
-    }
-#pragma unroll 4
-    for (u32 i = threadIdx.x; i < n; i += THREADS) {
-        float d = LAYER ? x[i] - mean : x[i];
-        sum = __fmaf_rn(d, d, sum);
-    }
-    sum = block_sum<THREADS>(sum, shared);
-    return {mean, __fdiv_rn(1.0f, __fsqrt_rn(__fdiv_rn(sum, (float)n) + eps))};
-}
-
-template <bool LAYER>
-DEVICE float norm_one(Moments m, float x, float w, float b) {
-    if (LAYER) return __fmaf_rn(__fmul_rn(__fsub_rn(x, m.mean), m.r), w, b);
-    return __fmul_rn(__fmul_rn(x, m.r), w);
-}
 
 template <bool LAYER>
 DEVICE float4 norm_quad(Moments m, const float* x, const float* weight, const float* bias, const u32* order, u32 q,
@@ -150,12 +107,12 @@ layer_norm_rows(const float* x, const u32* rows, const float* weight, const floa
     norm_to_rows<true>(x, rows, weight, bias, n, eps, to);
 }
 
-// ---- rows as they are: x f32 [m][n], order as above. Grid: m blocks.
+// ---- rows as they are: x f32 [..][n], rows and order as above. Grid: m blocks.
 
 template <int FORM>
-DEVICE void rows_to_acts(const float* x, const u32* order, u32 n, Acts to) {
+DEVICE void rows_to_acts(const float* x, const u32* rows, const u32* order, u32 n, Acts to) {
     u32 row = blockIdx.x;
-    x += (u64)row * n;
+    x += (u64)(rows ? rows[row] : row) * n;
     write_row<FORM, THREADS>(to, row, [&](u32 q) {
         if (!order) return load_quad(x, q, n);
         float v[4];
@@ -165,9 +122,24 @@ DEVICE void rows_to_acts(const float* x, const u32* order, u32 n, Acts to) {
     });
 }
 
-KERNEL(THREADS) rows_f16(const float* x, const u32* order, u32 n, Acts to) { rows_to_acts<FORM_F16>(x, order, n, to); }
-KERNEL(THREADS) rows_f32(const float* x, const u32* order, u32 n, Acts to) { rows_to_acts<FORM_F32>(x, order, n, to); }
-KERNEL(THREADS) rows_int8(const float* x, const u32* order, u32 n, Acts to) { rows_to_acts<FORM_INT8>(x, order, n, to); }
+#define ROWS(name, FORM)                                                                                               \
+    KERNEL(THREADS)                                                                                                   \
+    name(const float* x, const u32* rows, const u32* order, u32 n, Acts to) {                                         \
+        rows_to_acts<FORM>(x, rows, order, n, to);                                                                    \
+    }
+
+ROWS(rows_f16, FORM_F16)
+ROWS(rows_f32, FORM_F32)
+ROWS(rows_int8, FORM_INT8)
+
+// The same into f32 [m][stride], in natural order.
+KERNEL(THREADS) copy_rows(const float* x, const u32* rows, u32 n, float* to, u32 stride) {
+    u32 row = blockIdx.x;
+    x += (u64)(rows ? rows[row] : row) * n;
+    to += (u64)row * stride;
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < n; i += THREADS) to[i] = x[i];
+}
 
 // ---- activations (models/src/spec.rs, Act)
 

@@ -34,7 +34,7 @@ use super::{Buffer, CudaError, Device, DevicePtr, Pod};
 use crate::cpu::acts::{BLOCK, Forms, SMALL_BLOCK};
 
 /// Everything that a weight may read in the int8 form.
-const ALL: Forms = Forms { floats: true, int8: true, int8_small: true };
+pub(super) const ALL: Forms = Forms { floats: true, int8: true, int8_small: true };
 
 /// Which form the linear layers of a run read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -86,6 +86,9 @@ impl<T: Pod> Buffer<T> {
 
     /// Sets all bytes, in the order of the device's stream.
     pub fn fill(&mut self, byte: u8) -> Result<(), CudaError> {
+        if self.is_empty() {
+            return Ok(());
+        }
         self.device.bind()?;
         // SAFETY: the range is this buffer's.
         unsafe { result::memset_d8_async(self.ptr, byte, self.len * size_of::<T>(), self.device.stream()) }

@@ -69,11 +69,13 @@ pub enum CudaError {
     },
     /// A model that does not fit.
     #[error(
-        "the model needs {} bytes of device memory: {weights} weights, {cache} cache, {scratch} scratch; {free} of {total} are free: {fitting}{advice}",
+        "{what} needs {} bytes of device memory: {weights} weights, {cache} cache, {scratch} scratch; {free} of {total} are free: {fitting}{advice}",
         weights + cache + scratch, fitting = layers.map_or(String::new(), |n| format!("--gpu-layers {n} would fit; or ")),
         advice = MEMORY_ADVICE
     )]
     Plan {
+        /// What does not fit.
+        what: &'static str,
         /// Bytes of weights.
         weights: usize,
         /// Bytes of keys and values.

@@ -4,10 +4,14 @@
 //! whole. Tokens are chosen on the device and only they come back; where logits or logprobs are wanted, or a set of
 //! tokens is given, logits come back and the host chooses as it does for the CPU.
 
+mod head;
+
 use std::{ops::Range, sync::Arc};
 
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
+pub use self::head::CudaHead;
+use self::head::Guesses;
 use super::{
     CudaError, Device, Upload,
     acts::Form,
@@ -19,10 +23,10 @@ use super::{
 use crate::{
     cpu::kv::{BLOCK, KvType},
     exec::{
-        Chunk, ChunkOutput, CpuExecutor, ExecError, Executor, HeadExecutor, Mask, Output, Plan, Ready, Ticket, check,
-        check_move, kv_layers,
+        Chunk, ChunkOutput, CpuExecutor, ExecError, Executor, Fed, HeadExecutor, Mask, Output, Plan, Ready, Ticket,
+        check, check_move, kv_layers,
     },
-    sample::{History, SampleError, Sampled, finish, sample_allowed},
+    sample::{History, Need, SampleError, Sampled, finish, sample_allowed},
 };
 
 /// How a model is run on a device.
@@ -50,6 +54,8 @@ pub const HEAD_ROWS: usize = 64;
 pub struct CudaExecutor {
     forward: Forward,
     ready: Ready,
+    /// What a head reads of all rows of the last step, `[rows][width]`.
+    states: Vec<f32>,
 }
 
 /// Bytes that a model takes on a device.
@@ -80,6 +86,22 @@ impl CudaPlan {
         let layers = file.spec().layers.len();
         let fits = |&first: &usize| CudaPlan::of(file, options, first).total() <= bytes;
         (first + 1..layers).find(fits).map(|first| layers - first)
+    }
+
+    /// Refuses it where it does not fit. `layers`: how many would, where it is a matter of layers, in so many bytes.
+    fn check(
+        &self,
+        what: &'static str,
+        device: &Device,
+        layers: Option<&dyn Fn(usize) -> Option<usize>>,
+    ) -> Result<(), CudaError> {
+        let (free, total) = device.memory()?;
+        if self.total() <= free {
+            return Ok(());
+        }
+        let CudaPlan { weights, cache, scratch } = *self;
+        let layers = layers.and_then(|layers| layers(free));
+        Err(CudaError::Plan { what, weights, cache, scratch, free, total, layers })
     }
 
     /// All parts.
@@ -116,19 +138,14 @@ impl CudaExecutor {
         progress: Box<dyn FnMut(usize)>,
     ) -> Result<CudaExecutor, CudaError> {
         let device = Device::open(options.ordinal)?;
-        let plan = CudaPlan::of(&file, &options, first);
-        let (free, total) = device.memory()?;
-        if plan.total() > free {
-            let CudaPlan { weights, cache, scratch } = plan;
-            let layers = CudaPlan::fitting(&file, &options, first, free);
-            return Err(CudaError::Plan { weights, cache, scratch, free, total, layers });
-        }
+        let layers = |free: usize| CudaPlan::fitting(&file, &options, first, free);
+        CudaPlan::of(&file, &options, first).check("the model", &device, Some(&layers))?;
         let mut upload = Upload::new(&device, progress)?;
         let model = Model::upload(&file, options.form, first, &mut upload)?;
         drop(upload);
         let kv = KvPool::new(&device, &kv_layers(file.spec())[first..], options.blocks, options.kv)?;
         let forward = Forward::new(device, file, model, kv, options.form, rows_of(&options))?;
-        Ok(CudaExecutor { forward, ready: Ready::default() })
+        Ok(CudaExecutor { forward, ready: Ready::default(), states: vec![] })
     }
 
     /// Bytes of one KV block of a model's layers from `first` on.
@@ -142,26 +159,31 @@ impl CudaExecutor {
     }
 
     /// Computes a checked plan. `before` has the layers in front of those here; it computes a pass while the device is
-    /// busy with the one before.
+    /// busy with the one before. `fed` is what a head reads.
     pub(crate) fn step(
         &mut self,
         plan: &Plan,
         mut before: Option<&mut CpuExecutor>,
+        fed: &Fed,
     ) -> Result<Vec<ChunkOutput>, CudaError> {
-        let mut got: Vec<Got> = plan.chunks.iter().map(|c| Got::new(&c.output)).collect();
+        let guesses = Guesses::of(self.forward.model());
+        let medusa = guesses.medusa().is_some();
+        let mut got: Vec<Got> = plan.chunks.iter().map(|c| Got::new(&c.output, medusa)).collect();
+        self.states.clear();
         for pass in passes(plan, self.forward.rows()) {
-            let (states, rows) = wanted(plan, &pass);
+            let (states, rows) = wanted(plan, &pass, medusa);
             let numbers: Vec<u32> = states.iter().chain(&rows).map(|w| w.row).collect();
             let stream = before.as_mut().map(|cpu| cpu.run(&plan_of(plan, &pass)));
-            self.forward.layers(plan, &pass, &numbers, stream)?;
-            self.states(&states, &mut got)?;
-            self.head(plan, states.len(), &rows, &mut got)?;
+            self.forward.layers(plan, &pass, &numbers, stream, fed)?;
+            self.forward.kept(pass.iter().map(|part| part.tokens.len()).sum(), &mut self.states)?;
+            self.hidden(&states, &mut got)?;
+            self.tokens(plan, states.len(), &rows, &mut got)?;
         }
         Ok(got.into_iter().map(Got::done).collect())
     }
 
     /// Hidden states of the first of the wanted rows.
-    fn states(&mut self, states: &[Wanted], got: &mut [Got]) -> Result<(), CudaError> {
+    fn hidden(&mut self, states: &[Wanted], got: &mut [Got]) -> Result<(), CudaError> {
         let hidden = self.forward.spec().hidden;
         for first in (0..states.len()).step_by(HEAD_ROWS) {
             let some = &states[first..states.len().min(first + HEAD_ROWS)];
@@ -173,54 +195,70 @@ impl CudaExecutor {
         Ok(())
     }
 
-    /// Tokens or logits of the wanted rows from `first` on.
-    fn head(&mut self, plan: &Plan, first: usize, rows: &[Wanted], got: &mut [Got]) -> Result<(), CudaError> {
-        let vocab = self.forward.spec().vocab;
+    /// Tokens or logits of the wanted rows from `first` on; of Medusa, all guesses.
+    fn tokens(&mut self, plan: &Plan, first: usize, rows: &[Wanted], got: &mut [Got]) -> Result<(), CudaError> {
+        let guesses = Guesses::of(self.forward.model()).medusa().unwrap_or(1);
         for (i, rows) in rows.chunks(HEAD_ROWS).enumerate() {
             let first = first + i * HEAD_ROWS;
-            self.forward.head(first..first + rows.len())?;
-            let asks: Vec<Ask> =
-                rows.iter().enumerate().filter_map(|(i, r)| r.ask(&plan.chunks[r.chunk], i, vocab)).collect();
-            let found = match asks.is_empty() {
-                true => vec![],
-                false => match self.forward.choose(&asks) {
-                    // Many penalties need memory; without, the host chooses.
-                    Err(CudaError::Memory { .. }) => vec![],
-                    found => found?,
-                },
-            };
-            let mut chosen = asks.iter().zip(found).peekable();
-            for (i, wanted) in rows.iter().enumerate() {
-                let chunk = &plan.chunks[wanted.chunk];
-                let got = &mut got[wanted.chunk];
-                let plain = |token| Sampled { token, logprob: None, top: vec![] };
-                if let Some((ask, found)) = chosen.next_if(|(ask, _)| ask.row == i) {
-                    let token = match choose::chosen(found, vocab) {
-                        Ok(Chosen::Token(token)) => Ok(token),
-                        Ok(Chosen::Host) => finish(&mut self.forward.logits(i)?, ask.params, ask.position),
-                        Err(error) => Err(error),
-                    };
-                    got.token(token.map(plain));
-                    continue;
-                }
-                let mut logits = self.forward.logits(i)?;
-                match &chunk.output {
-                    Output::Logits { .. } => got.states(&logits),
-                    _ => got.token(wanted.choose(chunk, &mut logits)),
-                }
+            for guess in 0..guesses {
+                self.forward.head(first..first + rows.len(), guess)?;
+                self.choose(plan, rows, guess, got)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Tokens or logits of rows that went through the head, or the `guess`-th of Medusa's.
+    fn choose(&mut self, plan: &Plan, rows: &[Wanted], guess: usize, got: &mut [Got]) -> Result<(), CudaError> {
+        let vocab = self.forward.spec().vocab;
+        let guesses = Guesses::of(self.forward.model());
+        let ask = |(i, r): (usize, &Wanted)| r.ask(&plan.chunks[r.chunk], i, guess, guesses, vocab);
+        let asks: Vec<Ask> = rows.iter().enumerate().filter_map(ask).collect();
+        let found = match asks.is_empty() {
+            true => vec![],
+            false => match self.forward.choose(&asks) {
+                // Many penalties need memory; without, the host chooses.
+                Err(CudaError::Memory { .. }) => vec![],
+                found => found?,
+            },
+        };
+        let mut chosen = asks.iter().zip(found).peekable();
+        for (i, wanted) in rows.iter().enumerate() {
+            let chunk = &plan.chunks[wanted.chunk];
+            let got = &mut got[wanted.chunk];
+            let plain = |token| Sampled { token, logprob: None, top: vec![] };
+            if let Some((ask, found)) = chosen.next_if(|(ask, _)| ask.row == i) {
+                let token = match choose::chosen(found, vocab) {
+                    Ok(Chosen::Token(token)) => Ok(token),
+                    Ok(Chosen::Host) => finish(&mut self.forward.logits(i)?, ask.params, ask.position),
+                    Err(error) => Err(error),
+                };
+                got.token(token.map(|token| Guesses::of(self.forward.model()).map(plain(token))));
+                continue;
+            }
+            let logits = self.forward.logits(i)?;
+            let guesses = Guesses::of(self.forward.model());
+            let mut logits = guesses.spread(logits);
+            match &chunk.output {
+                Output::Logits { .. } => got.states(&logits),
+                _ => got.token(wanted.choose(chunk, guess, guesses, &mut logits)),
             }
         }
         Ok(())
     }
 }
 
-/// Rows of a pass whose hidden states are wanted, and those of the head.
-fn wanted(plan: &Plan, pass: &[Part]) -> (Vec<Wanted>, Vec<Wanted>) {
+/// Rows of a pass whose hidden states are wanted, and those of the head; of Medusa, the last of each chunk.
+fn wanted(plan: &Plan, pass: &[Part], medusa: bool) -> (Vec<Wanted>, Vec<Wanted>) {
     let (mut states, mut rows) = (vec![], vec![]);
     let mut first = 0;
     for part in pass {
-        let output = &plan.chunks[part.chunk].output;
-        let from = output.from(plan.chunks[part.chunk].tokens.len());
+        let (output, len) = (&plan.chunks[part.chunk].output, plan.chunks[part.chunk].tokens.len());
+        let from = match output {
+            Output::Tokens { .. } | Output::Logits { .. } if medusa => len - 1,
+            _ if medusa => len,
+            _ => output.from(len),
+        };
         for token in part.tokens.clone().filter(|&i| i >= from) {
             let row = (first + token - part.tokens.start) as u32;
             let to = if matches!(output, Output::Hidden { .. }) { &mut states } else { &mut rows };
@@ -241,34 +279,45 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// Position of the token that follows: the length of its history.
-    fn position(&self, chunk: &Chunk) -> u64 {
-        (chunk.start + self.token + 1) as u64
+    /// Tokens up to the one that follows.
+    fn known(&self, chunk: &Chunk, guesses: Guesses) -> usize {
+        chunk.start + self.token + 1 + guesses.ahead()
     }
 
     /// What to ask of the device about row `row` of the logits, if it can choose the token.
-    fn ask<'a>(&self, chunk: &'a Chunk, row: usize, vocab: usize) -> Option<Ask<'a>> {
-        match &chunk.output {
-            Output::Tokens { params, history, prompt_len, logprobs: None, allowed: None, .. }
-                if Choose::serves(params, vocab) =>
-            {
-                let position = self.position(chunk);
-                let history = History { tokens: &history[..position as usize], prompt_len: *prompt_len };
-                Some(Ask { row, params, history, position })
-            }
-            _ => None,
-        }
+    fn ask<'a>(&self, chunk: &'a Chunk, row: usize, guess: usize, guesses: Guesses, vocab: usize) -> Option<Ask<'a>> {
+        let Output::Tokens { params, history, prompt_len, logprobs, allowed, .. } = &chunk.output else { return None };
+        let plain = guesses.medusa().is_some() || logprobs.is_none() && allowed.is_none();
+        let known = self.known(chunk, guesses);
+        let position = (known + guess) as u64;
+        let serves = match guesses.mapped() {
+            true => Need::of(params, vocab, position, None) == Need::Best,
+            false => Choose::serves(params, vocab),
+        };
+        let history = History { tokens: &history[..known], prompt_len: *prompt_len };
+        (plain && serves).then_some(Ask { row, params, history, position })
     }
 
-    fn choose(&self, chunk: &Chunk, logits: &mut [f32]) -> Result<Sampled, SampleError> {
+    fn choose(
+        &self,
+        chunk: &Chunk,
+        guess: usize,
+        guesses: Guesses,
+        logits: &mut [f32],
+    ) -> Result<Sampled, SampleError> {
         let Output::Tokens { from, params, history, prompt_len, logprobs, allowed } = &chunk.output else {
             unreachable!("the caller matched it")
         };
-        let position = self.position(chunk);
-        let history = History { tokens: &history[..position as usize], prompt_len: *prompt_len };
+        let known = self.known(chunk, guesses);
+        let history = History { tokens: &history[..known], prompt_len: *prompt_len };
+        let position = (known + guess) as u64;
+        if guesses.medusa().is_some() {
+            return sample_allowed(logits, params, history, position, None, None);
+        }
         let words = logits.len().div_ceil(32);
-        let i = self.token - from;
-        let allowed = allowed.map(|a| &a[i * words..(i + 1) * words]);
+        // Those of a head with a map are of its own tokens.
+        let allowed = allowed.filter(|_| !guesses.mapped());
+        let allowed = allowed.map(|a| &a[(self.token - from) * words..][..words]);
         sample_allowed(logits, params, history, position, *logprobs, allowed)
     }
 }
@@ -282,8 +331,10 @@ enum Got {
 }
 
 impl Got {
-    fn new(output: &Output) -> Got {
+    /// Medusa has no hidden states to give.
+    fn new(output: &Output, medusa: bool) -> Got {
         match output {
+            Output::Hidden { .. } if medusa => Got::None,
             Output::None => Got::None,
             Output::Tokens { .. } => Got::Tokens(vec![]),
             Output::Logits { .. } => Got::Logits(vec![]),
@@ -360,7 +411,7 @@ impl Executor for CudaExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         check(plan, self.forward.spec(), self.blocks())?;
         refuse_masks(plan)?;
-        let outputs = self.step(plan, None)?;
+        let outputs = self.step(plan, None, &Fed::Nothing)?;
         Ok(self.ready.put(outputs))
     }
 
@@ -393,13 +444,12 @@ impl Executor for CudaExecutor {
         Ok(self.forward.kv_mut().write_block(block, from)?)
     }
 
-    fn head(&mut self, _: Arc<ModelFile>) -> Result<Box<dyn HeadExecutor>, ExecError> {
-        let (expected, got) = ("a model on the CPU".into(), self.describe());
-        Err(ExecError::Head { what: "needs", expected, got })
+    fn head(&mut self, file: Arc<ModelFile>) -> Result<Box<dyn HeadExecutor>, ExecError> {
+        Ok(Box::new(self.head_of(file)?))
     }
 
     fn states(&mut self) -> Result<&[f32], ExecError> {
-        Ok(&[])
+        Ok(&self.states)
     }
 
     fn describe(&self) -> String {

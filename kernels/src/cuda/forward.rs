@@ -5,16 +5,19 @@
 //! it is launches on one stream, in an order and with shapes that depend on the number of rows and on how attention's
 //! work is cut. A pass of single tokens is recorded once per such shape and replayed as a graph.
 
+mod guess;
+
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
 use quern_models::{
     ModelFile, ModelSpec,
-    spec::{Attn, Layer, Mlp},
+    spec::{Attn, Layer, Mlp, States},
 };
 
+use self::guess::{Guessing, Kept};
 use super::{
     Buffer, CudaError, Device, DevicePtr, Graph, Pinned,
-    acts::{Acts, Form},
+    acts::{ALL, Acts, Form},
     attend::{Attend, Params},
     batch::{self, Batch, Cut, Shape},
     choose::{Ask, Choose},
@@ -26,11 +29,11 @@ use super::{
     weight::Weight,
 };
 use crate::{
-    exec::{Angles, Plan},
+    exec::{Angles, Fed, Plan},
     sample::Need,
 };
 
-/// A model on its device, or its last layers, their cache and the buffers of a pass.
+/// A model on its device, or its last layers, or a head, their cache and the buffers of a pass.
 pub(super) struct Forward {
     device: Arc<Device>,
     file: Arc<ModelFile>,
@@ -43,8 +46,10 @@ pub(super) struct Forward {
     choose: Choose,
     bufs: Buffers,
     rows: usize,
-    /// Recorded passes of single tokens, by their number and how attention's work is cut.
-    graphs: HashMap<(usize, Cut), Graph>,
+    guessing: Option<Guessing>,
+    kept: Option<Kept>,
+    /// Recorded passes of single tokens, by their number, how attention's work is cut, and whether states are fused.
+    graphs: HashMap<(usize, Cut, bool), Graph>,
 }
 
 /// Most recorded passes; beyond it all are forgotten.
@@ -151,21 +156,32 @@ impl Forward {
         for group in layers.collect::<Vec<_>>() {
             linear.reserve(&group, rows)?;
         }
-        linear.reserve(&[model.head()], HEAD_ROWS)?;
-        Ok(Forward {
+        for head in model.head() {
+            linear.reserve(&[head], HEAD_ROWS)?;
+        }
+        let guessing = Guessing::new(&device, spec, &model, &mut linear, form, rows)?;
+        let own = spec.guesses.as_ref().map(|head| match head.feeds_normed() {
+            true => States::Normed,
+            false => States::Before { layers: vec![spec.layers.len()] },
+        });
+        let mut forward = Forward {
             linear,
             ops: Ops::new(&device)?,
             attend: Attend::new(&device)?,
             choose: Choose::new(&device, HEAD_ROWS, spec.vocab)?,
             device,
-            file,
+            file: file.clone(),
             model,
             kv,
             form,
             bufs,
             rows,
+            guessing,
+            kept: None,
             graphs: HashMap::new(),
-        })
+        };
+        own.map(|own| forward.keep(own)).transpose()?;
+        Ok(forward)
     }
 
     /// Bytes of the buffers that [`Forward::new`] allocates for the layers from `first` on, and of those that uploading
@@ -183,12 +199,14 @@ impl Forward {
         let widths = [wide(spec.hidden), wide(q), wide(inner)];
         let sizes = Sizes::of(layers, rows, widths, half.max().unwrap_or(0));
         let floats = sizes.qkv + sizes.up + sizes.angles + rows * spec.hidden + HEAD_ROWS * (spec.vocab + spec.hidden);
-        let held = Model::held(file, first);
+        let shared = spec.guesses.as_ref().is_some_and(|head| head.shared_head);
+        let held = if shared { ALL } else { Model::held(file, first) };
         let acts: usize = widths.iter().map(|&w| Acts::bytes(form, held, rows, w)).sum();
         // Partial sums, of a device with as many multiprocessors as any has; floats that are converted on their way up.
         let fixed = 4 * (rows * MOST_PARTIALS + 4 * rows + HEAD_ROWS) + (48 << 20);
         let last = Acts::bytes(form, held, HEAD_ROWS, widths[0]);
-        4 * floats + acts + last + Batch::bytes(&shapes(layers), rows) + fixed
+        let guess = Guessing::bytes(spec, form, held, rows);
+        4 * floats + acts + last + Batch::bytes(&shapes(layers), rows) + fixed + guess
     }
 
     pub fn spec(&self) -> &ModelSpec {
@@ -197,6 +215,14 @@ impl Forward {
 
     pub fn device(&self) -> &Arc<Device> {
         &self.device
+    }
+
+    pub fn file(&self) -> &Arc<ModelFile> {
+        &self.file
+    }
+
+    pub fn model(&self) -> &Model {
+        &self.model
     }
 
     pub fn kv(&self) -> &KvPool {
@@ -218,30 +244,33 @@ impl Forward {
 
     /// Runs the rows of a pass through all layers; they stay in the residual stream. `wanted` are those that
     /// [`Forward::normed`] and [`Forward::head`] will be asked for; `states` the residual stream, `[m][hidden]`, where
-    /// the layers here are not the first. Returns before the device is done.
+    /// the layers here are not the first; `fed` what a head reads. Returns before the device is done.
     pub fn layers(
         &mut self,
         plan: &Plan,
         pass: &[Part],
         wanted: &[u32],
         states: Option<&[f32]>,
+        fed: &Fed,
     ) -> Result<(), CudaError> {
         let m = self.upload(plan, pass, wanted, states)?;
+        let fused = self.feed(pass, fed)?;
         if pass.iter().any(|part| part.tokens.len() > 1) {
-            return self.launch(m);
+            return self.launch(m, fused);
         }
-        if let Some(graph) = self.graphs.get(&(m, self.bufs.batch.cut())) {
+        let key = (m, self.bufs.batch.cut(), fused);
+        if let Some(graph) = self.graphs.get(&key) {
             // SAFETY: the buffers it was recorded with live as long as `self`, and never move.
             return unsafe { graph.launch() };
         }
         let device = self.device.clone();
-        let graph = match device.capture(|| self.launch(m)) {
+        let graph = match device.capture(|| self.launch(m, fused)) {
             Ok(graph) => graph,
             Err(error) if error.is_lost() => return Err(error),
             // Recorded steps take memory; without, it goes on as well.
             Err(_) => {
                 self.graphs.clear();
-                return self.launch(m);
+                return self.launch(m, fused);
             }
         };
         // SAFETY: as above.
@@ -249,7 +278,7 @@ impl Forward {
         if self.graphs.len() >= MOST_GRAPHS {
             self.graphs.clear();
         }
-        self.graphs.insert((m, self.bufs.batch.cut()), graph);
+        self.graphs.insert(key, graph);
         Ok(())
     }
 
@@ -308,13 +337,15 @@ impl Forward {
         Ok(m)
     }
 
-    /// All launches of the layers, for `m` rows.
-    fn launch(&mut self, m: usize) -> Result<(), CudaError> {
-        let Forward { model, kv, linear, ops, attend, bufs, rows, file, .. } = self;
+    /// All launches of the layers, for `m` rows; `fused`: states of a model go through `fuse` first.
+    fn launch(&mut self, m: usize, fused: bool) -> Result<(), CudaError> {
+        let Forward { model, kv, linear, ops, attend, bufs, rows, file, guessing, kept, .. } = self;
         let (spec, rows) = (file.spec(), *rows);
         let hidden = spec.hidden;
-        if let (0, Some(embed)) = (model.first, &model.embed) {
-            let (tokens, positions) = (bufs.numbers.at(0), bufs.numbers.at(rows));
+        let (tokens, positions) = (bufs.numbers.at(0), bufs.numbers.at(rows));
+        if let Some(guessing) = guessing {
+            guessing.begin(model, linear, ops, [tokens, positions], bufs.x.ptr(), fused, m)?;
+        } else if let (0, Some(embed)) = (model.first, &model.embed) {
             let table = model.positions.as_ref().map(|w| (w, positions));
             linear.embed(embed, tokens, table, bufs.x.ptr(), m)?;
         }
@@ -330,15 +361,27 @@ impl Forward {
             ropes.push((bufs.angles.at(at), bufs.angles.at(at + room)));
             at += 2 * room;
         }
+        let last = model.layers.len();
+        let keep = |i: usize| match kept {
+            Some(kept) => kept.keep(ops, [i, last], &model.norm, bufs.x.ptr(), hidden, m),
+            None => Ok(()),
+        };
         for (i, (layer, shape)) in model.layers.iter().zip(&spec.layers[model.first..]).enumerate() {
             let Attn::Gqa { heads, scale, window, .. } = shape.attn;
             let (q, kv_width) = widths(&shape.attn);
             let stride = q + 2 * kv_width;
             let qkv = bufs.qkv.ptr();
-            norm(ops, &layer.attn_in, bufs.x.ptr(), None, &bufs.hidden, hidden, m)?;
+            keep(i)?;
+            let input = match guessing {
+                Some(guessing) if i == 0 && model.wide() => &guessing.input,
+                _ => {
+                    norm(ops, &layer.attn_in, bufs.x.ptr(), None, &bufs.hidden, hidden, m)?;
+                    &bufs.hidden
+                }
+            };
             let bias = layer.qkv_bias.as_ref().map(Buffer::ptr);
             let [wq, wk, wv] = &layer.qkv;
-            linear.run(&[wq, wk, wv], &bufs.hidden, m, Output::Store { to: qkv, stride, bias })?;
+            linear.run(&[wq, wk, wv], input, m, Output::Store { to: qkv, stride, bias })?;
             let norms = layer.qk_norm.as_ref().map(|(q, k, eps)| (q.ptr(), k.ptr(), *eps));
             let what = RopeAppend { rope: layer.rope.map(|i| ropes[i]), norms, places: bufs.batch.places(), heads };
             ops.rope_append(qkv, &what, kv, i, m)?;
@@ -360,7 +403,7 @@ impl Forward {
             ops.act(to, layer.act, layer.gate.is_some(), inner, &bufs.inner, m)?;
             linear.run(&[&layer.down], &bufs.inner, m, residual(&layer.down_bias))?;
         }
-        Ok(())
+        keep(last)
     }
 
     /// Final norm of some of the wanted rows, at most [`HEAD_ROWS`]: `[rows][hidden]`.
@@ -374,13 +417,15 @@ impl Forward {
         Ok(values)
     }
 
-    /// Logits of some of the wanted rows, at most [`HEAD_ROWS`]; they stay on the device until the next call.
-    pub fn head(&mut self, rows: Range<usize>) -> Result<(), CudaError> {
+    /// Logits of some of the wanted rows, at most [`HEAD_ROWS`], of the head or the `guess`-th of Medusa's; they stay on
+    /// the device until the next call.
+    pub fn head(&mut self, rows: Range<usize>, guess: usize) -> Result<(), CudaError> {
         let from = self.wanted(&rows);
-        let (vocab, hidden, m) = (self.spec().vocab, self.spec().hidden, rows.len());
-        norm(&self.ops, &self.model.norm, self.bufs.x.ptr(), Some(from), &self.bufs.last, hidden, m)?;
+        let (vocab, m) = (self.spec().vocab, rows.len());
+        self.last(from, guess, m)?;
         let to = self.bufs.logits.ptr();
-        self.linear.run(&[self.model.head()], &self.bufs.last, m, Output::Store { to, stride: vocab, bias: None })
+        let head = self.model.heads_of(guess);
+        self.linear.run(&[head], &self.bufs.last, m, Output::Store { to, stride: vocab, bias: None })
     }
 
     /// Tokens of rows of the last call of [`Forward::head`], as [`choose::chosen`](super::choose::chosen) understands

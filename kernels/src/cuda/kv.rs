@@ -94,7 +94,7 @@ impl KvPool {
     pub fn copy_block(&mut self, from: u32, to: u32) -> Result<(), CudaError> {
         self.check(from);
         self.check(to);
-        if from == to {
+        if from == to || self.block == 0 {
             return Ok(());
         }
         self.memory.copy_within(from as usize * self.block, to as usize * self.block, self.block)

@@ -1,18 +1,23 @@
-//! A model's weights on the device.
+//! A model's weights on the device, or a head's.
+
+mod guess;
 
 use std::sync::Arc;
 
 use quern_models::{
     ModelFile,
-    spec::{Act, Attn, Layer, Mlp, Norm},
+    spec::{Act, Attn, HeadKind, Layer, Mlp, Norm},
 };
 
 use super::{
-    Buffer, CudaError, Device, Upload,
+    Buffer, CudaError, Device, DevicePtr, Upload,
     acts::Form,
     ops::{self, NormKind},
     weight::Weight,
 };
+
+pub(super) use guess::Guess;
+
 use crate::{
     cpu::acts::{Forms, Mode},
     exec::Angles,
@@ -22,21 +27,23 @@ use crate::{
 pub(super) struct Model {
     pub first: usize,
     pub layers: Vec<LayerWeights>,
-    /// There where it is read: as a table in front of layer 0, or as the head.
-    pub embed: Option<Weight>,
+    /// There where it is read: as a table in front of layer 0, or as the head. A head may share it, and the next.
+    pub embed: Option<Arc<Weight>>,
     pub positions: Option<Weight>,
     pub norm: Input,
-    /// `None`: the embedding is the head.
-    pub head: Option<Weight>,
+    /// `None`: the embedding is the head, or there is none (Medusa).
+    pub head: Option<Arc<Weight>>,
     /// Distinct ropes; host only.
     pub angles: Vec<Angles>,
+    /// Of a head: what it has besides.
+    pub guess: Option<Guess>,
 }
 
 /// A norm and the order in which the linear layers behind it take its columns.
 pub(super) struct Input {
     pub norm: Norm,
-    /// `[hidden]`.
-    pub weight: Buffer<f32>,
+    /// `[hidden]`; not of an identity.
+    pub weight: Option<Buffer<f32>>,
     /// `[hidden]`.
     pub bias: Option<Buffer<f32>>,
     /// `[hidden]`.
@@ -47,9 +54,13 @@ impl Input {
     /// The norm as kernels take it.
     pub fn norm(&self) -> ops::Norm {
         ops::Norm {
-            kind: if self.norm.biased() { NormKind::Layer } else { NormKind::Rms },
+            kind: match self.norm {
+                Norm::Rms { .. } => NormKind::Rms,
+                Norm::Layer { .. } => NormKind::Layer,
+                Norm::Identity => NormKind::Identity,
+            },
             eps: self.norm.eps(),
-            weight: self.weight.ptr(),
+            weight: self.weight.as_ref().map_or(DevicePtr::NULL, Buffer::ptr),
             bias: self.bias.as_ref().map(Buffer::ptr),
         }
     }
@@ -84,6 +95,8 @@ impl Model {
     /// belongs to it.
     pub fn tensors(file: &ModelFile, first: usize) -> impl Iterator<Item = usize> {
         let here = move |name: &str| match name {
+            // The host maps tokens.
+            "tokens" => false,
             "embed" => first == 0 || file.spec().tied_head,
             "positions" => first == 0,
             _ => layer_of(name).is_none_or(|layer| layer >= first),
@@ -114,19 +127,81 @@ impl Model {
     pub fn upload(file: &Arc<ModelFile>, form: Form, first: usize, up: &mut Upload) -> Result<Model, CudaError> {
         let spec = file.spec();
         let mut load = Load { file, form, up };
-        let embed = (first == 0 || spec.tied_head).then(|| load.matrix("embed")).transpose()?;
+        let embed = (first == 0 || spec.tied_head).then(|| load.matrix("embed").map(Arc::new)).transpose()?;
         let positions = spec.positions.filter(|_| first == 0).map(|_| load.matrix("positions")).transpose()?;
         let mut angles = vec![];
         let layers = spec.layers.iter().enumerate().skip(first).map(|(i, layer)| load.layer(i, layer, &mut angles));
         let layers = layers.collect::<Result<_, _>>()?;
         let norm = load.input("norm", &spec.norm, spec.head_order.then(|| "head_order".into()))?;
-        let head = (!spec.tied_head).then(|| load.matrix("head")).transpose()?;
-        Ok(Model { first, layers, embed, positions, norm, head, angles })
+        let head = (!spec.tied_head).then(|| load.matrix("head").map(Arc::new)).transpose()?;
+        Ok(Model { first, layers, embed, positions, norm, head, angles, guess: None })
     }
 
-    /// What logits are computed with.
-    pub fn head(&self) -> &Weight {
-        self.head.as_ref().or(self.embed.as_ref()).expect("a head of its own, or the embedding is there")
+    /// Uploads a head of the model in `of`, and shares what the two have in common.
+    pub fn upload_head(
+        &self,
+        of: &Arc<ModelFile>,
+        file: &Arc<ModelFile>,
+        form: Form,
+        up: &mut Upload,
+    ) -> Result<Model, CudaError> {
+        let spec = file.spec();
+        let head = spec.guesses.as_ref().expect("the caller has a head");
+        // The order in which the model's head takes its columns, small enough to be there twice.
+        let mut of_model = Load { file: of, form, up };
+        let order = of_model.order((head.shared_head && of.spec().head_order).then(|| "head_order".into()))?;
+        let mut load = Load { file, form, up };
+        let medusa = matches!(head.kind, HeadKind::Medusa { .. });
+        let own = |load: &mut Load, name: &str| load.matrix(name).map(Arc::new);
+        let embed = match (medusa, head.shared_embed) {
+            (true, _) => None,
+            (_, true) => self.embed.clone(),
+            _ => Some(own(&mut load, "embed")?),
+        };
+        let guess = Some(load.guess(head)?);
+        let mut angles = vec![];
+        let layers = spec.layers.iter().enumerate().map(|(i, layer)| load.layer(i, layer, &mut angles));
+        let layers = layers.collect::<Result<_, _>>()?;
+        let mut norm = load.input("norm", &spec.norm, None)?;
+        norm.order = order;
+        let weight = match (medusa, head.shared_head, spec.tied_head) {
+            (true, ..) => None,
+            (_, true, _) => self.head.clone().or(self.embed.clone()),
+            (.., true) => None,
+            _ => Some(own(&mut load, "head")?),
+        };
+        Ok(Model { first: 0, layers, embed, positions: None, norm, head: weight, angles, guess })
+    }
+
+    /// What logits are computed with, if it is one matrix.
+    pub fn head(&self) -> Option<&Weight> {
+        self.head.as_deref().or(self.embed.as_deref())
+    }
+
+    /// The same, or of the `guess`-th of Medusa's.
+    pub fn heads_of(&self, guess: usize) -> &Weight {
+        let medusa = self.guess.as_ref().and_then(|g| g.medusa.get(guess)).map(|m| &m.head);
+        medusa.or(self.head()).expect("a head, Medusa's, or the embedding is there")
+    }
+
+    /// Everything that reads rows behind the final norm.
+    pub fn heads(&self) -> impl Iterator<Item = &Weight> {
+        self.head().into_iter().chain(self.guess.iter().flat_map(Guess::medusa_weights))
+    }
+
+    /// Whether the first layer's q, k and v read what a head makes for them.
+    pub fn wide(&self) -> bool {
+        self.guess.as_ref().is_some_and(|guess| matches!(guess.head.kind, HeadKind::Wide { .. }))
+    }
+
+    /// What reads the rows in front of attention and of the MLP behind their norms.
+    fn readers(&self) -> impl Iterator<Item = &Weight> {
+        let wide = self.wide();
+        let qkv = move |i: usize, l: &LayerWeights| l.qkv.len() * usize::from(i > 0 || !wide);
+        self.layers
+            .iter()
+            .enumerate()
+            .flat_map(move |(i, l)| l.qkv.iter().take(qkv(i, l)).chain(&l.gate).chain([&l.up]))
     }
 
     /// What the inputs of the linear layers hold in the int8 form: those of q, k, v, gate and up; of o; of down; of the
@@ -136,17 +211,17 @@ impl Model {
             weights.map(|w| Forms::of(w.scheme, Mode::Int8)).fold(Forms::default(), Forms::and)
         };
         [
-            of(&mut self.layers.iter().flat_map(|l| l.qkv.iter().chain(&l.gate).chain([&l.up]))),
+            of(&mut self.readers()),
             of(&mut self.layers.iter().map(|l| &l.o)),
             of(&mut self.layers.iter().map(|l| &l.down)),
-            of(&mut [self.head()].into_iter()),
+            of(&mut self.heads()),
         ]
     }
 
     /// The largest padded width of all linear inputs that are as wide as the residual stream, as attention's output,
     /// and as the MLP's inside.
     pub fn widths(&self) -> [usize; 3] {
-        let hidden = self.layers.iter().flat_map(|l| l.qkv.iter().chain(&l.gate).chain([&l.up])).chain([self.head()]);
+        let hidden = self.readers().chain(self.heads());
         [
             hidden.map(|w| w.k_pad).max().unwrap_or(0),
             self.layers.iter().map(|l| l.o.k_pad).max().unwrap_or(0),
@@ -222,7 +297,7 @@ impl Load<'_> {
     fn input(&mut self, name: &str, norm: &Norm, order: Option<String>) -> Result<Input, CudaError> {
         Ok(Input {
             norm: norm.clone(),
-            weight: self.vector(name)?,
+            weight: self.vectors(norm.weighted(), &[name.into()])?,
             bias: self.vectors(norm.biased(), &[format!("{name}_bias")])?,
             order: self.order(order)?,
         })

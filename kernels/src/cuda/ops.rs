@@ -32,6 +32,7 @@ pub struct Ops {
     /// RMS, layer.
     rows_normed: [Kernel; 2],
     rows: Forms,
+    copy: Kernel,
     /// In the order of [`Act`].
     acts: [Forms; 3],
     /// In the order of [`KvType`].
@@ -45,6 +46,8 @@ pub enum NormKind {
     Rms,
     /// `((x - mean) * r) * weight + bias`, `r = 1 / sqrt(mean((x - mean)^2) + eps)`.
     Layer,
+    /// `x`.
+    Identity,
 }
 
 /// A norm's parameters on the device.
@@ -54,7 +57,7 @@ pub struct Norm {
     pub kind: NormKind,
     /// Added to the mean of squares.
     pub eps: f32,
-    /// f32 `[hidden]`.
+    /// f32 `[hidden]`; not of [`NormKind::Identity`].
     pub weight: DevicePtr,
     /// f32 `[hidden]`; only of [`NormKind::Layer`], which needs it.
     pub bias: Option<DevicePtr>,
@@ -106,6 +109,7 @@ impl Ops {
             layer: forms(["layer_norm_f16", "layer_norm_f32", "layer_norm_int8"])?,
             rows_normed: [kernel("rms_norm_rows")?, kernel("layer_norm_rows")?],
             rows: forms(["rows_f16", "rows_f32", "rows_int8"])?,
+            copy: kernel("copy_rows")?,
             acts: [
                 forms(["silu_f16", "silu_f32", "silu_int8"])?,
                 forms(["gelu_f16", "gelu_f32", "gelu_int8"])?,
@@ -131,6 +135,7 @@ impl Ops {
         let kernels = match norm.kind {
             NormKind::Rms => &self.rms,
             NormKind::Layer => &self.layer,
+            NormKind::Identity => return self.picked(x, rows, order, hidden, to, m),
         };
         let args = Args::new().with(x).with(or_null(rows)).with(norm.weight).with(bias(norm)).with(or_null(order));
         let mut args = args.with(hidden as u32).with(norm.eps).with(to.args());
@@ -148,6 +153,9 @@ impl Ops {
         to: DevicePtr,
         m: usize,
     ) -> Result<(), CudaError> {
+        if norm.kind == NormKind::Identity {
+            return self.copy(x, rows, hidden, to, hidden, m);
+        }
         let kernel = &self.rows_normed[usize::from(norm.kind == NormKind::Layer)];
         let args = Args::new().with(x).with(or_null(rows)).with(norm.weight).with(bias(norm));
         let mut args = args.with(hidden as u32).with(norm.eps).with(to);
@@ -164,10 +172,42 @@ impl Ops {
         to: &Acts,
         m: usize,
     ) -> Result<(), CudaError> {
+        self.picked(x, None, order, columns, to, m)
+    }
+
+    /// The same of the rows `rows`, u32 `[m]`.
+    fn picked(
+        &self,
+        x: DevicePtr,
+        rows: Option<DevicePtr>,
+        order: Option<DevicePtr>,
+        columns: usize,
+        to: &Acts,
+        m: usize,
+    ) -> Result<(), CudaError> {
         check(to, columns, m);
-        let mut args = Args::new().with(x).with(or_null(order)).with(columns as u32).with(to.args());
+        let args = Args::new().with(x).with(or_null(rows)).with(or_null(order));
+        let mut args = args.with(columns as u32).with(to.args());
         // SAFETY: as in `norm`.
         unsafe { self.device.launch(&self.rows[form(to)], [m, 1, 1], THREADS, 0, &mut args) }
+    }
+
+    /// Rows of `x`, f32 `[..][columns]`, as they are into `to`, f32 `[m][stride]`: rows `rows`, u32 `[m]`, or the first
+    /// `m`.
+    pub fn copy(
+        &self,
+        x: DevicePtr,
+        rows: Option<DevicePtr>,
+        columns: usize,
+        to: DevicePtr,
+        stride: usize,
+        m: usize,
+    ) -> Result<(), CudaError> {
+        assert!(columns <= stride, "rows of {columns} every {stride}");
+        let args = Args::new().with(x).with(or_null(rows)).with(columns as u32);
+        let mut args = args.with(to).with(stride as u32);
+        // SAFETY: as in `norm`.
+        unsafe { self.device.launch(&self.copy, [m, 1, 1], THREADS, 0, &mut args) }
     }
 
     /// `act(gate) * up` or `act(x)`: of `gate_up`, f32 `[m][2 * inner]` with the gate first, or `[m][inner]`. The first
@@ -229,7 +269,7 @@ impl Ops {
     }
 }
 
-fn form(to: &Acts) -> usize {
+pub(super) fn form(to: &Acts) -> usize {
     match to.form {
         Form::F16 => 0,
         Form::F32 => 1,
@@ -246,6 +286,6 @@ fn or_null(ptr: Option<DevicePtr>) -> DevicePtr {
 }
 
 fn bias(norm: &Norm) -> DevicePtr {
-    assert!(norm.kind == NormKind::Rms || norm.bias.is_some(), "a layer norm has a bias");
+    assert!(norm.kind != NormKind::Layer || norm.bias.is_some(), "a layer norm has a bias");
     or_null(norm.bias)
 }

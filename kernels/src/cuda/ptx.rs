@@ -15,6 +15,8 @@ ptx! {
     ATTEND = "attend";
     /// The likeliest tokens.
     CHOOSE = "choose";
+    /// What the rows of heads begin with, and Medusa's blocks.
+    HEADS = "heads";
     /// Norms, activations, rope and append.
     OPS = "ops";
     /// Linear layers in f32.

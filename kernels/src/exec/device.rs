@@ -128,8 +128,10 @@ impl ExecOptions {
             return Err(ExecError::GpuLayers { asked, most });
         }
         Ok(match (self.device, self.gpu_layers.unwrap_or(most)) {
-            (Device::Cpu, _) | (_, 0) => Place::Cpu,
+            (Device::Cpu, _) => Place::Cpu,
+            // A head may have no layers.
             (Device::Cuda(ordinal), n) if n == layers => Place::Cuda(ordinal),
+            (_, 0) => Place::Cpu,
             (Device::Cuda(ordinal), n) => Place::Split { ordinal, first: layers - n },
         })
     }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use quern_models::{ModelFile, ModelSpec};
 
-use super::{ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, HeadExecutor, Plan, Ready, Ticket, check};
+use super::{ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Fed, HeadExecutor, Plan, Ready, Ticket, check};
 use crate::cuda::{CudaExecutor, CudaOptions, refuse_masks};
 
 /// A model on the CPU and a GPU.
@@ -60,7 +60,7 @@ impl Executor for SplitExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         check(plan, self.spec(), self.blocks())?;
         refuse_masks(plan)?;
-        let outputs = self.cuda.step(plan, Some(&mut self.cpu))?;
+        let outputs = self.cuda.step(plan, Some(&mut self.cpu), &Fed::Nothing)?;
         Ok(self.ready.put(outputs))
     }
 

@@ -1,0 +1,120 @@
+//! A head on a device: an executor of its own beside the model's, on the same stream, which shares the weights that the
+//! head shares.
+//!
+//! States cross the bus: the model's to the host as they are computed, f32, 4 bytes for each of a row's `states * hidden`
+//! numbers, and back for the head's first pass; the head's own, 4 bytes for each of `hidden` numbers, both ways with
+//! every further pass. Nothing crosses it without a head.
+
+use std::sync::Arc;
+
+use quern_models::{
+    ModelFile,
+    spec::{Head, HeadKind},
+};
+
+use super::{CudaExecutor, CudaOptions, CudaPlan, Forward, KvPool, Model, Ready, Upload, refuse_masks};
+use crate::{
+    exec::{
+        ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Plan, check, check_fed, check_head, check_tokens,
+        kv_layers,
+    },
+    sample::Sampled,
+};
+
+/// A head of a model on the model's device. It runs between the model's steps.
+pub struct CudaHead {
+    executor: CudaExecutor,
+}
+
+impl CudaExecutor {
+    /// A head of this model; from the next step on the states that it reads are kept.
+    pub(super) fn head_of(&mut self, file: Arc<ModelFile>) -> Result<CudaHead, ExecError> {
+        check_head(self.forward.spec(), file.spec())?;
+        check_tokens(&file)?;
+        let head = file.spec().guesses.as_ref().expect("checked above");
+        let refused = |what, expected: &str, got: String| Err(ExecError::Head { what, expected: expected.into(), got });
+        if let HeadKind::Block { .. } = head.kind {
+            return refused("kind on a GPU", "eagle, mtp or medusa", head.method().into());
+        }
+        if self.forward.model().first > 0 {
+            return refused("needs", "all layers of the model on one device", self.describe());
+        }
+        let (form, kind, device) = (self.forward.form(), self.forward.kv().kind(), self.device().clone());
+        let (ordinal, blocks, rows) = (device.info().ordinal, self.blocks(), self.forward.rows());
+        let options = CudaOptions { ordinal, blocks, form, kv: kind, rows };
+        CudaPlan::of(&file, &options, 0).check("the head", &device, None)?;
+        let mut upload = Upload::new(&device, Box::new(|_| {}))?;
+        let model = self.forward.model().upload_head(self.forward.file(), &file, form, &mut upload)?;
+        drop(upload);
+        let kv = KvPool::new(&device, &kv_layers(file.spec()), blocks, kind)?;
+        let states = head.states.clone();
+        let forward = Forward::new(device, file, model, kv, form, rows)?;
+        self.forward.keep(states)?;
+        Ok(CudaHead { executor: CudaExecutor { forward, ready: Ready::default(), states: vec![] } })
+    }
+}
+
+impl HeadExecutor for CudaHead {
+    fn guess(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<ChunkOutput>, ExecError> {
+        check(plan, self.executor.forward.spec(), self.executor.blocks())?;
+        check_fed(plan, fed, self.executor.forward.spec())?;
+        refuse_masks(plan)?;
+        Ok(self.executor.step(plan, None, fed)?)
+    }
+
+    fn own(&mut self) -> Result<&[f32], ExecError> {
+        self.executor.states()
+    }
+
+    fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
+        self.executor.copy_block(from, to)
+    }
+}
+
+/// What an executor's own tokens are, and which it guesses.
+#[derive(Clone, Copy)]
+pub(super) struct Guesses<'a> {
+    head: Option<&'a Head>,
+    /// The model's token of each of its own; empty: they are the same.
+    tokens: &'a [u32],
+}
+
+impl<'a> Guesses<'a> {
+    /// Of a model, or of a head.
+    pub fn of(model: &'a Model) -> Guesses<'a> {
+        let guess = model.guess.as_ref();
+        Guesses { head: guess.map(|g| &g.head), tokens: guess.map_or(&[], |g| &g.tokens) }
+    }
+
+    /// Tokens behind the next that a row's first guess is: the history of a head has one more.
+    pub fn ahead(self) -> usize {
+        usize::from(self.head.is_some())
+    }
+
+    /// Medusa's guesses after the last row of a chunk.
+    pub fn medusa(self) -> Option<usize> {
+        self.head.and_then(|head| match head.kind {
+            HeadKind::Medusa { guesses, .. } => Some(guesses),
+            _ => None,
+        })
+    }
+
+    /// It knows some of the model's tokens: penalties, biases and noise, which are of those, are for the host.
+    pub fn mapped(self) -> bool {
+        !self.tokens.is_empty()
+    }
+
+    /// What was chosen among its own tokens, as the model's.
+    pub fn map(self, sampled: Sampled) -> Sampled {
+        let token = self.tokens.get(sampled.token as usize).copied().unwrap_or(sampled.token);
+        Sampled { token, ..sampled }
+    }
+
+    /// Logits by the model's tokens: those that it does not know are impossible.
+    pub fn spread(self, logits: Vec<f32>) -> Vec<f32> {
+        let Some(head) = self.head.filter(|_| self.mapped()) else { return logits };
+        let mut all = vec![f32::NEG_INFINITY; head.model_vocab];
+        self.tokens.iter().zip(logits).for_each(|(&token, logit)| all[token as usize] = logit);
+        all
+    }
+}
