@@ -13,86 +13,14 @@ use quern_kernels::{
     sample::{History, SamplingParams, sample_allowed},
 };
 use quern_models::{FloatType, ModelFile, Scheme, ZeroKind, spec::HeadKind};
-use support::{block_head, deviation, heads, int, made, plain, tokens};
-
-const TEXT: usize = 23;
+use support::{
+    block_head, deviation,
+    guessing::{TEXT, medusa_rows, of_own, run, states},
+    heads, int, made, plain, tokens,
+};
 
 fn executor(file: &Arc<ModelFile>, mode: Mode, kv: KvType, threads: usize) -> CpuExecutor {
     CpuExecutor::new(file.clone(), CpuOptions { threads, blocks: 64, mode, kv }).unwrap()
-}
-
-/// The model's states of a text, `[TEXT][width]`, in the widths of the head; computed in chunks of `size`.
-fn states(executor: &mut dyn Executor, text: &[u32], size: usize) -> Vec<f32> {
-    let mut all = vec![];
-    for (i, tokens) in text.chunks(size).enumerate() {
-        let chunk = Chunk { tokens, start: i * size, blocks: &[3, 4], mask: Mask::Causal, output: Output::None };
-        let ticket = executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
-        executor.collect(ticket).unwrap();
-        all.extend_from_slice(executor.states().unwrap());
-    }
-    all
-}
-
-/// Logits by the model's tokens: of all rows of a text that the model computed, in chunks of some sizes with others
-/// beside, then of rows that read what the head gave.
-fn run(
-    head: &mut dyn HeadExecutor,
-    text: &[u32],
-    states: &[f32],
-    width: usize,
-    sizes: &[usize],
-    others: usize,
-) -> Vec<f32> {
-    let rows = TEXT - 4;
-    let (mut logits, mut at, mut step, mut own) = (vec![], 0, 0, vec![]);
-    let beside: Vec<[u32; 2]> = (0..others as u32).map(|o| [20 + 2 * o, 21 + 2 * o]).collect();
-    while at < TEXT - 1 {
-        let fed_own = at >= rows;
-        let n = if fed_own { 1 } else { sizes[step % sizes.len()].min(rows - at) };
-        let mut chunks: Vec<Chunk> = vec![];
-        let mut fed: Vec<&[f32]> = vec![];
-        for (o, blocks) in beside.iter().enumerate() {
-            let n = if fed_own { 1 } else { 1 + o % 3 };
-            chunks.push(Chunk {
-                tokens: &text[o..o + n],
-                start: o,
-                blocks,
-                mask: Mask::Causal,
-                output: Output::Logits { from: 0 },
-            });
-            fed.push(if fed_own { &own } else { &states[o * width..(o + n) * width] });
-        }
-        let tokens = &text[at + 1..at + 1 + n];
-        chunks.push(Chunk {
-            tokens,
-            start: at,
-            blocks: &[9, 2],
-            mask: Mask::Causal,
-            output: Output::Logits { from: 0 },
-        });
-        fed.push(if fed_own { &own } else { &states[at * width..(at + n) * width] });
-        let fed = if fed_own { Fed::Own(fed) } else { Fed::Model(fed) };
-        let got = head.guess(&Plan { chunks }, &fed).unwrap().pop().unwrap();
-        let ChunkOutput::Logits(got) = got else { panic!("no logits") };
-        logits.extend(got);
-        let all = head.own().unwrap();
-        own = all[all.len() - all.len().min(72)..].to_vec();
-        (at, step) = (at + n, step + 1);
-    }
-    logits
-}
-
-/// Logits of a head's own tokens.
-fn of_own(logits: &[f32], vocab: usize, known: usize) -> Vec<f32> {
-    if vocab == known {
-        return logits.to_vec();
-    }
-    let row = |row: &[f32]| {
-        let own = (0..vocab).map(|i| 3 * i + 1);
-        assert!(row.iter().enumerate().all(|(t, l)| l.is_finite() == (t % 3 == 1 && t / 3 < vocab)), "{row:?}");
-        own.map(|t| row[t]).collect::<Vec<f32>>()
-    };
-    logits.chunks_exact(known).flat_map(row).collect()
 }
 
 #[test]
@@ -129,26 +57,6 @@ fn heads_equal_the_oracle() {
             }
         }
     }
-}
-
-/// All guesses of every row.
-fn medusa_rows(head: &mut dyn HeadExecutor, text: &[u32], states: &[f32], width: usize) -> Vec<f32> {
-    let mut all = vec![];
-    for p in 0..TEXT - 4 {
-        let chunk = Chunk {
-            tokens: &text[p + 1..p + 2],
-            start: p,
-            blocks: &[9, 2],
-            mask: Mask::Causal,
-            output: Output::Logits { from: 0 },
-        };
-        let fed = Fed::Model(vec![&states[p * width..(p + 1) * width]]);
-        let ChunkOutput::Logits(got) = head.guess(&Plan { chunks: vec![chunk] }, &fed).unwrap().remove(0) else {
-            panic!("no logits")
-        };
-        all.extend(got);
-    }
-    all
 }
 
 /// Alone, chunked, in a batch, on another number of threads: the same bits.

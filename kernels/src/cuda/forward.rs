@@ -156,7 +156,7 @@ impl Forward {
         for group in layers.collect::<Vec<_>>() {
             linear.reserve(&group, rows)?;
         }
-        for head in model.head() {
+        if let Some(head) = model.head() {
             linear.reserve(&[head], HEAD_ROWS)?;
         }
         let guessing = Guessing::new(&device, spec, &model, &mut linear, form, rows)?;
@@ -362,6 +362,7 @@ impl Forward {
             at += 2 * room;
         }
         let last = model.layers.len();
+        let kept = kept.as_ref();
         let keep = |i: usize| match kept {
             Some(kept) => kept.keep(ops, [i, last], &model.norm, bufs.x.ptr(), hidden, m),
             None => Ok(()),

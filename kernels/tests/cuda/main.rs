@@ -4,6 +4,7 @@ mod attend;
 mod choose;
 mod common;
 mod exec;
+mod heads;
 mod int8;
 mod linear;
 mod ops;

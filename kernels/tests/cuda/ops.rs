@@ -32,8 +32,9 @@ fn norms_are_right_in_any_order_and_company() {
         let order = random.order(n);
         let (dx, dw, db, drows, dorder) =
             (up(&device, &x), up(&device, &w), up(&device, &b), up(&device, &rows), up(&device, &order));
-        let kinds = [(NormKind::Rms, true), (NormKind::Rms, false), (NormKind::Layer, true), (NormKind::Layer, false)];
-        for (form, (kind, gathered)) in FORMS.into_iter().flat_map(|f| kinds.map(|k| (f, k))) {
+        let kinds = [NormKind::Rms, NormKind::Layer, NormKind::Identity];
+        let kinds = kinds.into_iter().flat_map(|kind| [(kind, true), (kind, false)]);
+        for (form, (kind, gathered)) in FORMS.into_iter().flat_map(|f| kinds.clone().map(move |k| (f, k))) {
             let norm = Norm { kind, eps: 1e-5, weight: dw.ptr(), bias: (kind == NormKind::Layer).then(|| db.ptr()) };
             let to = acts(&device, form, m, n + 70);
             let (r, o) = (gathered.then(|| drows.ptr()), gathered.then(|| dorder.ptr()));
@@ -48,12 +49,14 @@ fn norms_are_right_in_any_order_and_company() {
                 let natural = match kind {
                     NormKind::Rms => oracle::rms_norm(x, &w, 1e-5),
                     NormKind::Layer => oracle::layer_norm(x, &w, &b, 1e-5),
+                    NormKind::Identity => x.iter().map(|&x| x as f64).collect(),
                 };
                 // Of one element nothing but rounding is left, which the root of eps makes large.
                 let bound = |want: f64| match kind {
                     NormKind::Rms => bound::RMS * want.abs(),
                     NormKind::Layer if n < 3 => 1e-3,
                     NormKind::Layer => bound::LAYER,
+                    NormKind::Identity => 0.0,
                 };
                 let want: Vec<f64> = (0..n).map(|j| natural[if gathered { order[j] as usize } else { j }]).collect();
                 close(got, form, &want, bound, &format!("{kind:?} {form:?} {n} row {i}"));
