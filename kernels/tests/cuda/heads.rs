@@ -55,11 +55,7 @@ fn heads_on_the_gpu_equal_the_oracle() {
         return;
     }
     let f = |t| Scheme::Float(t);
-    let schemes = [
-        ("cu-f32", f(FloatType::F32), true),
-        ("cu-bf16", f(FloatType::BF16), false),
-        ("cu-int4", int(4, 32, ZeroKind::Code), true),
-    ];
+    let schemes = [("cu-bf16", f(FloatType::BF16), false), ("cu-int4", int(4, 32, ZeroKind::Code), true)];
     let forms = [
         (Form::F32, KvType::F32, Mode::F32, 4e-6),
         (Form::F16, KvType::F16, Mode::F32, 8e-3),
@@ -94,9 +90,8 @@ fn heads_on_the_gpu_equal_the_oracle() {
                     false => run(&mut *head, &text, &states, width, &[TEXT], 0),
                 };
                 let d = deviation(&of_own(&got, vocab, 290), &want);
-                println!("{kind}, {name}, {form:?}: {d:.1e}");
                 assert!(d < bound, "{kind}, {name}, {form:?}: {d:.1e} of the range away");
-                assert!(form == Form::F32 || d > 1e-7, "{kind}, {name}, {form:?} is exact ({d:.1e})");
+                assert!(form != Form::F16 || d > 1e-7, "{kind}, {name}, {form:?} is exact ({d:.1e})");
             }
         }
     }
