@@ -137,14 +137,14 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
         bytes as f64 * 8.0 / weights as f64
     )?;
     let what = if spec.guesses.is_some() { "head of     " } else { "model       " };
-    let layers = spec.layers.first().map_or(String::new(), |layer| {
+    let (layers, widths) = spec.layers.first().map_or_else(Default::default, |layer| {
         let Attn::Gqa { heads, kv_heads, head_dim, .. } = layer.attn;
-        let inner = layer.mlp.inner();
-        format!("{}, {heads}/{kv_heads} heads of {head_dim}, inner {inner}, ", mechanisms::layers(spec))
+        let widths = format!("{heads}/{kv_heads} heads of {head_dim}, inner {}, ", layer.mlp.inner());
+        (format!("{}, ", mechanisms::layers(spec)), widths)
     });
     writeln!(
         s,
-        "{what} {}, {layers}hidden {}, vocabulary {}, context {}",
+        "{what} {}, {layers}hidden {}, {widths}vocabulary {}, context {}",
         spec.family, spec.hidden, spec.vocab, spec.max_context
     )?;
     if let Some(head) = &spec.guesses {
@@ -176,8 +176,6 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
     let text = |p: bool, yes: String| if p { yes } else { "none".into() };
     if spec.guesses.is_none() {
         writeln!(s, "head         {}", if spec.tied_head { "tied to the embedding" } else { "its own" })?;
-    }
-    if spec.guesses.is_none() {
         writeln!(
             s,
             "tokenizer    {}",

@@ -64,7 +64,7 @@ fn pickle(source: &Path) -> Option<std::path::PathBuf> {
     };
     const PICKLES: &[&str] = &["bin", "pt", "pth", "ckpt"];
     if !source.is_dir() {
-        return ends(source, PICKLES).then(|| source.into());
+        return (source.exists() && ends(source, PICKLES)).then(|| source.into());
     }
     let mut files: Vec<_> = std::fs::read_dir(source).ok()?.flatten().map(|entry| entry.path()).collect();
     files.sort();

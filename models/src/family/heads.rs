@@ -34,8 +34,7 @@ impl HeadLayout {
     pub fn of(config: &Value, tensors: &dyn Tensors) -> Option<HeadLayout> {
         let at = |module: &str| tensors.names().any(|name| module_base(name, module).is_some());
         // A block's drafter has a norm of what it fuses beside its layers, not in one.
-        let dflash =
-            config.get("dflash_config").is_some() || at("fc") && at("hidden_norm") && !at("midlayer.hidden_norm");
+        let dflash = config.get("dflash_config").is_some() || at("fc") && at("hidden_norm");
         Some(if at("mtp_layers.0.input_proj") {
             HeadLayout::Mimo
         } else if at("midlayer.self_attn.q_proj") || at("layers.0.hidden_norm") {
