@@ -125,3 +125,28 @@ fn heads_may_be_judged_by_rejection() {
     assert!(got.iter().zip(&requests).take(7).all(|(got, request)| got.tokens.len() == request.max_tokens));
     assert!(engine.stats().guesses.accepted > 0);
 }
+
+/// The same on a GPU: greedy and sampled, with heads that share the model's matrices and heads that have their own.
+#[test]
+fn texts_are_the_same_with_heads_on_a_gpu() {
+    let gpu = quern_vgpu::load();
+    gpu.set("check", "fatal");
+    let mut drafted = 0;
+    for (name, model) in [("heads/eagle1", "models/llama"), ("heads/eagle3", "models/llama")] {
+        let scratch = Scratch::new("heads-gpu");
+        let (file, head) = with_head(name, model, &scratch);
+        // A virtual GPU is slow.
+        let requests: Vec<Request> =
+            requests(file.spec().vocab).into_iter().take(3).map(|r| Request { max_tokens: 9, ..r }).collect();
+        let base = Run::GpuDefault.engine();
+        let plain = EngineOptions { sequences: 3, speculation: Speculation::OFF, ..base };
+        let want = answer(&mut engine(&file, plain), &requests);
+        let options = EngineOptions { sequences: 3, speculation: "eagle:2".parse().unwrap(), ..base };
+        let mut engine = engine(&file, options);
+        engine.with_draft(head, options).unwrap();
+        assert_eq!(answer(&mut engine, &requests), want, "{name}");
+        drafted += engine.stats().guesses.drafted;
+    }
+    assert!(drafted > 20, "{drafted}");
+    assert_eq!(gpu.reports(), Vec::<String>::new());
+}
