@@ -75,7 +75,8 @@ def run(args, rows, out, *flags):
     command = [args.quern, "run", args.model, "--batch", asked, "--out", out, "-t", args.threads, "--speculate", "off"]
     subprocess.run([*map(str, command), *flags], check=True, stderr=subprocess.DEVNULL)
     asked.unlink()
-    return [(rows[r["line"] - 1], r) for r in sorted(map(json.loads, out.open()), key=lambda r: r["line"])]
+    done = sorted((r for r in map(json.loads, out.open()) if "tokens" in r), key=lambda r: r["line"])
+    return [(rows[r["line"] - 1], r) for r in done]
 
 
 def texts(args):
@@ -590,6 +591,8 @@ def evaluate(args):
         path = args.work / "eval.jsonl"
         path.unlink(missing_ok=True)
         got = run(args, questions, path, "--temperature", "0", "--max-tokens", str(args.tokens))
+        if len(got) < len(questions):
+            sys.exit(f"{args.prompts}: {len(got)} of {len(questions)} prompts answered; see {path}")
         answers = [r["tokens"] for _, r in got]
     else:
         answers = []
