@@ -15,6 +15,8 @@ pub enum Source {
     Grammar,
     /// A small model.
     Model,
+    /// The caller.
+    Given,
 }
 
 /// A source, and how sure it is.
@@ -24,7 +26,7 @@ pub struct Place {
     bucket: u8,
 }
 
-const SOURCES: usize = 4;
+const SOURCES: usize = 5;
 
 /// Upper ends of the ranges of lengths that are told apart.
 const LENGTHS: [usize; 9] = [1, 2, 3, 4, 6, 8, 12, 20, 32];
@@ -48,7 +50,7 @@ impl Place {
         match self.source {
             Source::Own | Source::Others => SAME[self.bucket as usize],
             Source::Grammar => 0.9,
-            Source::Model => 0.6,
+            Source::Model | Source::Given => 0.6,
         }
     }
 }
@@ -117,7 +119,7 @@ mod tests {
         let buckets: Vec<u8> = (1..40).map(|n| Place::new(Source::Own, n).bucket).collect();
         assert!(buckets.is_sorted() && buckets[0] == 0 && buckets[38] as usize == BUCKETS - 1);
         let mut seen = std::collections::BTreeSet::new();
-        for source in [Source::Own, Source::Others, Source::Grammar, Source::Model] {
+        for source in [Source::Own, Source::Others, Source::Grammar, Source::Model, Source::Given] {
             for n in LENGTHS.into_iter().chain([99]) {
                 assert!(seen.insert(Place::new(source, n).index()));
             }

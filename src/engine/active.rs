@@ -198,6 +198,13 @@ impl Active {
         self.request.max_tokens.saturating_sub(self.generated)
     }
 
+    /// What the caller expects from here on, at most `most` tokens; `None` where it expects nothing.
+    pub fn expected(&self, most: usize) -> Option<Vec<u32>> {
+        let known = |token: &u32| (*token as usize) < self.vocab;
+        let all = self.request.expected.as_ref()?;
+        Some(all.iter().copied().skip(self.generated).take(most).take_while(known).collect())
+    }
+
     /// Tokens generated.
     pub fn generated(&self) -> usize {
         self.generated

@@ -18,7 +18,8 @@ pub(super) struct Guesser {
     pub counts: Counts,
     times: Times,
     chances: Chances,
-    past: Past,
+    /// Answers that ended.
+    pub past: Past,
     /// What the writer can do; `None`: there is none.
     pub writer: Option<Ability>,
 }
@@ -115,6 +116,11 @@ impl Guesser {
         let method = active.ahead().speculation.method;
         if most == 0 || method == Method::Off {
             return Guess::default();
+        }
+        let ahead = active.ahead();
+        if let Some(tokens) = active.expected(ahead.speculation.fixed.unwrap_or(MOST).min(most)) {
+            let places = (1..=tokens.len()).map(|i| Place::new(Source::Given, i)).collect();
+            return Guess { tokens, places, ..Guess::default() };
         }
         let mut guess = Guess::default();
         if matches!(method, Method::Auto | Method::Grammar) {

@@ -23,7 +23,7 @@ pub use defaults::defaults;
 pub use memory::MemoryPlan;
 pub use run::{Engine, EngineOptions, OpenError};
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
 use quern_kernels::sample::{SampleError, SamplingParams};
 
@@ -54,6 +54,11 @@ pub struct Request {
     pub constraint: Option<Constraint>,
     /// How it is guessed ahead; `None`: as the engine does. The text is the same in any case.
     pub speculation: Option<Speculation>,
+    /// What the answer will be, perhaps wrong in places: all guesses are taken from it, to measure what they gain where
+    /// a known share of them is right.
+    pub expected: Option<Arc<[u32]>>,
+    /// Whether it may be guessed from others' answers and theirs from its; `None`: if it has no salt.
+    pub shares: Option<bool>,
     /// Report the hidden states of the prompt instead of continuing it; `max_tokens` is not looked at.
     pub embed: Option<Pooling>,
 }
@@ -268,7 +273,7 @@ pub trait Generator {
 
     /// What [`Generator::add`] checks.
     fn limits(&self) -> Limits {
-        Limits { vocab: usize::MAX, context: self.max_context(), hidden: 0 }
+        Limits { vocab: usize::MAX, context: self.max_context(), hidden: 0, writer: None }
     }
 
     /// State of the engine.
@@ -291,6 +296,8 @@ pub struct Limits {
     pub context: usize,
     /// Numbers of a vector.
     pub hidden: usize,
+    /// The method of the small model or head that guesses, if there is one.
+    pub writer: Option<draft::Method>,
 }
 
 impl Limits {

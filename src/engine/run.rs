@@ -20,7 +20,7 @@ use super::{
     small::Small,
     writer::{Asked, Writer},
 };
-use crate::draft::{Guess, Speculation};
+use crate::draft::{Guess, Past, Speculation};
 use crate::random;
 use crate::sched::{Arrival, KvPool, Node, Scheduled, Scheduler, Step};
 
@@ -204,6 +204,11 @@ impl Engine {
         let note = keep.load(self.scheduler.pool_mut(), &mut *self.executor);
         self.keep = Some(keep);
         note
+    }
+
+    /// Exchanges the answers of the past, from which others are guessed, for other ones.
+    pub fn exchange_past(&mut self, past: &mut Past) {
+        std::mem::swap(&mut self.guesser.past, past);
     }
 
     /// The memory that an engine needs, and the memory there is.
@@ -460,7 +465,7 @@ impl Generator for Engine {
         let usual = self.guesser.speculation;
         // The rule is the engine's in any case.
         let speculation = Speculation { accept: usual.accept, ..request.speculation.unwrap_or(usual) };
-        let ahead = Ahead::new(speculation, request.cache_salt.is_none());
+        let ahead = Ahead::new(speculation, request.shares.unwrap_or(request.cache_salt.is_none()));
         self.active.insert(id, Active::new(request, self.file.spec().vocab, ahead));
         Ok(id)
     }
@@ -490,7 +495,8 @@ impl Generator for Engine {
 
     fn limits(&self) -> Limits {
         let spec = self.file.spec();
-        Limits { vocab: spec.vocab, context: self.context, hidden: spec.hidden }
+        let writer = self.guesser.writer.map(|writer| writer.method);
+        Limits { vocab: spec.vocab, context: self.context, hidden: spec.hidden, writer }
     }
 
     fn stats(&self) -> Stats {

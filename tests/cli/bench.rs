@@ -4,7 +4,7 @@ use serde_json::json;
 
 use super::converted;
 use crate::support::{
-    Scratch,
+    Scratch, fixture,
     program::{Ran, arg, command, quern},
 };
 
@@ -210,4 +210,106 @@ fn a_server_that_is_not_there_is_an_error() {
     assert_eq!(ran.code, Some(1));
     assert!(ran.err.contains("connect: connection refused"), "{}", ran.err);
     assert_eq!(quern(&["bench", "serve", "--url", "https://127.0.0.1"]).code, Some(2));
+}
+
+/// Two prompts, in a file beside the model.
+fn prompts(scratch: &Scratch) -> std::path::PathBuf {
+    scratch.write("prompts.txt", "=== one\nThe cat sat on the mat and the cat\n=== two\none two three one two\n")
+}
+
+/// The lines of `quern bench spec` with these flags, one thread.
+fn spec(file: &std::path::Path, prompts: &std::path::Path, flags: &[&str]) -> Vec<serde_json::Value> {
+    let usual = ["-n", "24", "-r", "2", "-t", "1", "-o", "json"];
+    let args = ["bench", "spec", arg(file), "--prompts", arg(prompts)];
+    quern(&[&args[..], &usual[..], flags].concat()).ok().json().as_array().unwrap().clone()
+}
+
+#[test]
+fn guesses_are_right_as_often_as_asked() {
+    let (scratch, file) = converted("models/llama-gptq-w4-g64-sym");
+    let lines = spec(&file, &prompts(&scratch), &["--synthetic-acceptance-rate", "0,.5,1", "-k", "1,4,0"]);
+    let names: Vec<&str> = lines.iter().map(|line| line["speculate"].as_str().unwrap()).collect();
+    let of = |rate: &str| ["1", "4", ""].map(|k| format!("synthetic {rate}:{k}").trim_end_matches(':').to_string());
+    assert_eq!(names, [vec!["off".to_string()], of("0").to_vec(), of("0.5").to_vec(), of("1").to_vec()].concat());
+    let number = |i: usize, key: &str| lines[i][key].as_f64().unwrap_or_else(|| panic!("{key} of {}", lines[i]));
+    // Of 23 tokens after the first, with 4 guesses a step that are all right: 4 steps of 5, and 3 more tokens.
+    for (i, length) in [(0, 1.0), (1, 1.0), (2, 1.0), (7, 23.0 / 12.0), (8, 23.0 / 5.0)] {
+        assert!((number(i, "acceptance_length") - length).abs() < 1e-9, "{}", lines[i]);
+    }
+    // (1 - r^5) / (1 - r) = 1.94 on long texts; the 92 tokens here bring about a tenth of noise.
+    let half = number(5, "acceptance_length");
+    assert!((1.4..2.6).contains(&half), "{half}");
+    assert!(number(5, "drafted") > 2.0 * number(5, "accepted"));
+    assert!(number(0, "tokens_per_second") > 0.0 && number(0, "first_token_ms") > 0.0);
+}
+
+#[test]
+fn modes_and_files_stand_in_one_table() {
+    let (scratch, file) = converted("models/llama-gptq-w4-g64-sym");
+    let float = scratch.at("float.qrn");
+    quern(&["convert", arg(&fixture("models/llama")), "--out", arg(&float)]).ok();
+    let prompts = prompts(&scratch);
+    let text = scratch.write("text.txt", "Some words to be scored, and then some other words. ".repeat(60));
+    let flags =
+        ["--modes", "int8,f32", "--text", arg(&text), "--chunks", "1", "--methods", "ngram:2", "--step-rows", "1,3"];
+    let lines = spec(&file, &prompts, &flags);
+    let names: Vec<_> = lines.iter().map(|line| (line["mode"].as_str(), line["speculate"].as_str())).collect();
+    let [int8, f32] = [Some("int8"), Some("f32")];
+    let [off, ngram] = [Some("off"), Some("ngram:2")];
+    assert_eq!(names, [(int8, off), (int8, ngram), (f32, off), (f32, ngram)]);
+    for line in [&lines[0], &lines[2]] {
+        let rows: Vec<_> =
+            line["steps"].as_array().unwrap().iter().map(|step| step["rows"].as_u64().unwrap()).collect();
+        assert_eq!(rows, [1, 3]);
+        assert!(line["steps"][1]["ms"].as_f64().unwrap() > 0.0, "{line}");
+        assert!(line["numerics"].as_str().unwrap().contains(line["mode"].as_str().unwrap()), "{line}");
+    }
+    assert!(lines[1].get("steps").is_none());
+    // As `quern eval` has it, of which float activations differ from exact mode in the cache only.
+    let eval =
+        ["--text", arg(&text), "--chunks", "1", "--against", arg(&file), "--modes", "default", "-t", "1", "-o", "json"];
+    let eval = quern(&[&["eval", arg(&file)][..], &eval[..]].concat()).ok().json();
+    assert_eq!(lines[0]["kl"], eval[0]["kl"]);
+    assert!(lines[2]["kl"].as_f64().unwrap() < lines[0]["kl"].as_f64().unwrap());
+    // Two files: float weights are one mode, and the distance is that from them.
+    let args = ["bench", "spec", arg(&float), arg(&file), "--prompts", arg(&prompts), "-n", "8", "-r", "1", "-t", "1"];
+    let more = ["--modes", "int8,f32", "--text", arg(&text), "--chunks", "1", "--against", arg(&float), "-k", "2"];
+    let plot = scratch.at("plot.svg");
+    let table = quern(&[&args[..], &more[..], &["--plot", arg(&plot)]].concat()).ok();
+    table.prints(&[
+        "| float, float |",
+        "| model, int8 |",
+        "| model, f32 |",
+        "KL mean",
+        "2 rows, ms",
+        "\nmodel, int8:\n",
+    ]);
+    assert!(std::fs::read_to_string(plot).unwrap().contains("model, int8: ngram"));
+}
+
+#[test]
+fn answers_before_are_guessed_from_where_that_is_asked() {
+    let (scratch, file) = converted("models/llama-gptq-w4-g64-sym");
+    // The same prompt twice: the second answer is known, but for what the first token leaves open.
+    let prompts = scratch.write("prompts.txt", "a prompt of a few words\na prompt of a few words\n");
+    let accepted = |flags: &[&str]| {
+        let lines = spec(&file, &prompts, flags);
+        lines[1]["accepted"].as_u64().unwrap()
+    };
+    let (own, past) = (accepted(&["--methods", "ngram:4"]), accepted(&["--methods", "suffix:4", "--past"]));
+    // Two rounds; each forgets what the one before it has answered.
+    assert!(past > own && past >= 2 * 12, "{past} and {own}");
+    let args = ["bench", "spec", arg(&file), "--prompts", arg(&prompts)];
+    let refused = |flags: &[&str], parts: &[&str]| {
+        quern(&[&args[..], flags].concat()).misused(parts);
+    };
+    refused(&["--methods", "suffix"], &["suffix", "--past"]);
+    refused(&["--methods", "draft"], &["--draft FILE"]);
+    refused(&["--synthetic-acceptance-rate", "1.5"], &["0 to 1"]);
+    refused(&["--modes", "int8,int8"], &["int8", "twice"]);
+    refused(&["-k", "17"], &["0 to 16"]);
+    refused(&["--step-rows", "65"], &["65", "1 to 64"]);
+    refused(&["-n", "1"], &["at least 2"]);
+    refused(&["--ctx", "64"], &["--ctx"]);
+    quern(&[&args[..], &["--modes", "f16", "--device", "cpu"]].concat()).fails(&["f16"]);
 }

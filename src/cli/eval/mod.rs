@@ -31,10 +31,11 @@ use signal_hook::{
 
 use super::{Activations, Format, Kv, PlaceArgs, Usage, open, positive, print, threads};
 use crate::text::Tokenizer;
-use measure::{EXACT, Place, Progress, Reference, Runner, Setting, measure, stem};
+pub use measure::stem;
+use measure::{EXACT, Place, Progress, Reference, Runner, Setting, measure};
 use protocol::{Kind, Protocol};
 use saved::{Saved, Writer};
-use stats::Summary;
+pub use stats::Summary;
 use table::{About, Row};
 use task::{Limits, Task, tokenizer};
 
@@ -179,6 +180,73 @@ pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
         })?;
     }
     result
+}
+
+/// One file, and what it is compared with.
+pub struct Beside<'a> {
+    /// The file.
+    pub file: &'a Path,
+    /// A model, which runs in exact mode, or saved predictions.
+    pub against: &'a Path,
+    /// The text; none with saved predictions.
+    pub text: Option<&'a Path>,
+    /// Windows of the text, by llama.cpp's protocol.
+    pub chunks: usize,
+    /// Where to run.
+    pub place: Place,
+    /// Threads.
+    pub threads: Option<usize>,
+}
+
+/// Perplexity of a file in each numeric mode, and the distance of its predictions, for other commands.
+pub fn beside(of: &Beside<'_>, modes: &[(Option<exec::Activations>, KvType)]) -> Result<Vec<Summary>, Box<dyn Error>> {
+    let args = EvalArgs {
+        file: vec![of.file.into()],
+        text: of.text.map(PathBuf::from),
+        protocol: None,
+        context: None,
+        stride: None,
+        chunks: Some(of.chunks),
+        tokens: None,
+        against: Some(of.against.into()),
+        save_logits: None,
+        modes: vec![],
+        output: Format::Md,
+        ids: None,
+        logits: None,
+        place: PlaceArgs { device: None, gpu_layers: None },
+        activations: None,
+        kv: None,
+        threads: of.threads,
+    };
+    let named = |&numerics: &(Option<exec::Activations>, KvType)| {
+        (numerics.0.map_or("default", exec::Activations::name).to_string(), numerics)
+    };
+    let modes: Vec<Numerics> = modes.iter().map(named).collect();
+    let file = Arc::new(open(of.file)?);
+    let text = of.text.map(read_text).transpose()?;
+    let mut reference = reference(of.against)?;
+    let most = match &reference {
+        Reference::Model(path, other) if other.spec().max_context < file.spec().max_context => {
+            (path.as_path(), other.spec().max_context)
+        }
+        _ => (of.file, file.spec().max_context),
+    };
+    let protocol = protocol(&args, Some(&reference), most)?;
+    let common = common(&args, Some(&reference), text.as_deref(), protocol)?;
+    let interrupted = AtomicBool::new(false);
+    let run = Run {
+        args: &args,
+        modes: &modes,
+        protocol,
+        common,
+        text: text.as_deref(),
+        place: of.place,
+        interrupted: &interrupted,
+    };
+    let task = run.task(of.file, &file, Some(&reference))?;
+    let rows = run.file(0, of.file, &file, &task, Some(&mut reference))?;
+    Ok(rows.into_iter().map(|row| row.summary).collect())
 }
 
 /// What is the same for every file.
