@@ -17,6 +17,7 @@ use super::{
     upload,
 };
 use crate::{
+    draft::Method,
     engine::{Engine, EngineOptions, OpenError, defaults, worker::Worker},
     server::{
         ModelInfo, State,
@@ -185,6 +186,9 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
     }
     let options = args.engine.fitting(&file, engine_options(args, file.spec())).map_err(RunError::Open)?;
     let small = draft::of(&args.engine, &file, true).map_err(|e| Usage(format!("--draft: {e}")))?;
+    if options.batch_tokens == 1 && options.speculation.method != Method::Off {
+        say("--batch-tokens 1 has no room for guesses: none are made");
+    }
     let mut plan = Engine::memory(&file, &options).with_requests(args.request_memory);
     if let Some(small) = &small {
         plan = plan.with_draft(small, &options);

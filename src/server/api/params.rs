@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::fields::{Fields, integer, wrong};
 use crate::{
-    draft::Speculation,
+    draft::{Method, Speculation},
     engine::Request,
     random,
     server::{ApiError, State},
@@ -121,7 +121,7 @@ impl Params {
             include_usage: include_usage && stream,
             priority,
             cache_salt: fields.text("cache_salt")?.map(str::to_string),
-            speculation: speculation(fields)?,
+            speculation: speculation(fields, state.engine.limits().writer)?,
         })
     }
 
@@ -143,9 +143,18 @@ impl Params {
 }
 
 /// How the answer is guessed ahead, where the request says it.
-fn speculation(fields: Fields<'_>) -> Result<Option<Speculation>, ApiError> {
+fn speculation(fields: Fields<'_>, writer: Option<Method>) -> Result<Option<Speculation>, ApiError> {
     let Some(text) = fields.text("speculate")? else { return Ok(None) };
-    text.parse().map(Some).map_err(|_: String| fields.wrong("speculate", Speculation::EXPECTED))
+    let wanted: Speculation = text.parse().map_err(|_: String| fields.wrong("speculate", Speculation::EXPECTED))?;
+    if wanted.method.needs_file() && writer != Some(wanted.method) {
+        let there = match writer {
+            Some(method) => format!("{} or a method that needs no file", method.name()),
+            None => "a method that needs no file".into(),
+        };
+        let expected = format!("{there} (off, auto, ngram, suffix, grammar): this server has no other (--draft)");
+        return Err(fields.wrong("speculate", &expected));
+    }
+    Ok(Some(wanted))
 }
 
 /// Tokens that may be generated after a prompt.

@@ -99,7 +99,7 @@ impl Generator for Fake {
     }
 
     fn limits(&self) -> crate::engine::Limits {
-        crate::engine::Limits { vocab: VOCAB, context: CONTEXT, hidden: 2 }
+        crate::engine::Limits { vocab: VOCAB, context: CONTEXT, hidden: 2, writer: None }
     }
 }
 
@@ -447,6 +447,18 @@ async fn priorities_are_taken_where_the_server_takes_them() {
     bench.ok(TEXT, once("x", json!({"priority": 0}))).await;
     let (status, value) = bench.post(CHAT, hi(json!({"priority": -3}))).await;
     assert_eq!((status, &value["error"]["param"]), (400, &json!("priority")), "{value}");
+}
+
+#[tokio::test]
+async fn methods_are_taken_where_there_is_what_they_need() {
+    let bench = Bench::new();
+    bench.ok(TEXT, once("x", json!({"speculate": "ngram:4"}))).await;
+    assert_eq!(bench.last().speculation.map(|s| s.to_string()).as_deref(), Some("ngram:4"));
+    for method in ["draft", "draft:3", "eagle", "mtp"] {
+        let (status, value) = bench.post(CHAT, hi(json!({"speculate": method}))).await;
+        assert_eq!((status, &value["error"]["param"]), (400, &json!("speculate")), "{value}");
+        assert!(value["error"]["message"].as_str().unwrap().contains("--draft"), "{value}");
+    }
 }
 
 #[tokio::test]
