@@ -149,7 +149,10 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
     })?;
     print(&closing(&report))?;
     match (&small, &report.head) {
-        (Some(small), _) => joined(&report.path, small, &report.path),
+        (Some(small), _) => {
+            let without = |e| format!("{e}; {} has the model alone", report.path.display()).into();
+            joined(&report.path, small, &report.path).map_err(without)
+        }
         (None, Some(head)) => behind(head),
         (None, None) => Ok(()),
     }
@@ -193,6 +196,9 @@ fn joined(model: &Path, small: &ModelFile, out: &Path) -> Result<(), Box<dyn Err
     let file = open(model)?;
     let flag = if small.spec().guesses.is_some() { "--head" } else { "--draft" };
     draft::check(&file, small).map_err(|reason| format!("{flag}: {reason}"))?;
+    // The new file may take the place of the old one, so damage is found before.
+    file.verify().map_err(|e| format!("{}: {e}", model.display()))?;
+    small.verify().map_err(|e| format!("{flag}: {e}"))?;
     join(&file, small, out).map_err(|e| e.to_string())?;
     open(out)?.verify().map_err(|e| format!("{}: {e}", out.display()))?;
     print(&added(out, kind(small.spec()), small.file_len()))

@@ -245,6 +245,17 @@ fn a_head_goes_into_the_file_or_beside_it() {
     let other = ["convert", arg(&again), "--head", arg(&head), "-o", arg(&none)];
     quern(&other).fails(&["--head: a head of another model", "hidden"]);
     assert!(!none.exists());
+    // A damaged head, or model, is found before a file is replaced.
+    let damaged = scratch.at("damaged.qrn");
+    for good in [&head, &model] {
+        let mut bytes = fs::read(good).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        fs::write(&damaged, bytes).unwrap();
+        let [source, of] = if good == &head { [&both, &damaged] } else { [&damaged, &head] };
+        let before = fs::read(&both).unwrap();
+        quern(&["convert", arg(source), "--head", arg(of), "-o", arg(&both), "--force"]).fails(&["its hash is"]);
+        assert_eq!(before, fs::read(&both).unwrap());
+    }
     // The model alone goes out again, and says so.
     let out = scratch.at("float");
     let exported = quern(&["export", arg(&both), "--to", "float", "-o", arg(&out)]).ok();
