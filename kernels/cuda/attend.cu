@@ -5,7 +5,8 @@
 // wrote to device memory (kernels/src/cuda/batch.rs): splits lie at absolute multiples of 256 tokens. Inside a split the
 // softmax is online over steps of STEP keys, which lie at absolute multiples of STEP; splits are folded from left to
 // right, by the block that has all of them or by `merge`. What a vector gets depends on its own position and window
-// only: steps and splits of which it sees nothing leave every bit as it is.
+// only: steps and splits of which it sees nothing leave every bit as it is. Rows of a tree are chunks of their own, with
+// tables in which the tokens of their path lie one behind the other (copy_slots of ops.cu).
 //
 // Tensor cores (m16n8k16, f16 in, f32 sums): S = Q K^T, then O += P V and, with a column of ones, l += P 1. Queries
 // become f16 under a power of two per vector. int8 keys are exact integers in f16, their scales multiply the scores;
@@ -37,12 +38,12 @@
 struct __align__(16) Chunk {
     u32 first;     // row of the step
     u32 rows;
-    u32 start;     // position of the first row
+    u32 last;      // last token that the first row sees
     u32 table;     // where its blocks are
     u32 partials;  // its first (row, slot)
     u32 slots;     // slots of each row
     u32 split;     // the split of slot 0
-    u32 unused;
+    u32 step;      // 1: each row sees one token more than the row before; 0: all the same
 };
 
 struct __align__(16) Tile {
@@ -65,7 +66,10 @@ struct Attend {
 
 DEVICE const Chunk* chunks_of(const Attend& p) { return (const Chunk*)(p.batch + p.batch[4 + 4 * p.kind + 2]); }
 
-// First position that the row at `pos` sees.
+// Last token that a row of a chunk sees.
+DEVICE u32 last_seen(const Chunk& c, u32 row) { return c.last + row * c.step; }
+
+// First token that a row sees whose last one is `pos`.
 DEVICE u32 first_seen(u32 pos, u32 window) { return window == NONE || pos + 1 < window ? 0 : pos + 1 - window; }
 
 // ---- softmax
@@ -326,7 +330,7 @@ DEVICE Vectors vectors_of(const Attend& p, const Chunk& c, const Tile& tile, u32
     u32 g = threadIdx.x % 32 / 4, group = p.heads / p.kv_heads;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        u32 v = vector + g + 8 * i, row = v / group, pos = c.start + row;
+        u32 v = vector + g + 8 * i, row = v / group, pos = last_seen(c, row);
         bool there = v < all;
         r.scale[i] = factors[g + 8 * i] * (p.scale * LOG2E);
         // What is no vector hides nothing, so that the others need no mask because of it.
@@ -515,8 +519,8 @@ DEVICE Span span_of(const Attend& p, const Chunk& c, const Tile& tile, u32 kv_he
     span.base = p.pool.base + kv_head * p.pool.head;
     span.block = p.pool.block;
     span.d = p.d;
-    span.from = first_seen(c.start + tile.vector / group, p.window);
-    span.to = c.start + (to - 1) / group + 1;
+    span.from = first_seen(last_seen(c, tile.vector / group), p.window);
+    span.to = last_seen(c, (to - 1) / group) + 1;
     if (tile.split != NONE) {
         span.from = max(span.from, tile.split * SPLIT);
         span.to = min(span.to, tile.split * SPLIT + SPLIT);
@@ -786,7 +790,7 @@ KERNEL(MERGE_THREADS) merge(Attend p, float* to) {
         return;
     }
     const Chunk c = chunks_of(p)[chunk];
-    u32 pos = c.start + row - c.first, slot = 0, end = 1;
+    u32 pos = last_seen(c, row - c.first), slot = 0, end = 1;
     if (c.slots > 1) {
         slot = first_seen(pos, p.window) / SPLIT - c.split;
         end = pos / SPLIT + 1 - c.split;
@@ -865,12 +869,12 @@ DEVICE void attend_plain(const Attend& p, float* to) {
         for (u32 i = threadIdx.x; i < p.d; i += PLAIN_THREADS) to[i] = 0.0f;
         return;
     }
-    const Chunk c = chunks_of(p)[chunk];
+    const Chunk& c = chunks_of(p)[chunk];
     const u32* table = p.batch + c.table;
     const u8* base = p.pool.base + head / group * p.pool.head;
     const float* query = p.qkv + ((u64)row * (p.heads + 2 * p.kv_heads) + head) * p.d;
     for (u32 i = threadIdx.x; i < p.d; i += PLAIN_THREADS) q[i] = query[i];
-    u32 pos = c.start + row - c.first, seen = first_seen(pos, p.window);
+    u32 pos = last_seen(c, row - c.first), seen = first_seen(pos, p.window);
     float m = -INFINITY, l = 0.0f, o[2] = {0.0f, 0.0f};
     __syncthreads();
     for (u32 split = seen / SPLIT; split <= pos / SPLIT; split++) {

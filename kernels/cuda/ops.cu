@@ -368,3 +368,38 @@ DEVICE void rope_append(const RopeAppend& p) {
 KERNEL(128) rope_append_f16(RopeAppend p) { rope_append<KV_F16>(p); }
 KERNEL(128) rope_append_f32(RopeAppend p) { rope_append<KV_F32>(p); }
 KERNEL(128) rope_append_int8(RopeAppend p) { rope_append<KV_INT8>(p); }
+
+// ---- keys and values of slots over those of others
+
+// Pairs (from, to) of places (block * 16 + slot), `count` of them in lists of `each`. Grid: lists x heads. A list is done
+// in order, and a thread has the same bytes of all its slots: a slot may be written after it was read. Lists must not
+// write what others read.
+struct CopySlots {
+    const uint2* pairs;
+    Pool pool;
+    u32 count, each;
+    u32 row;   // bytes of a key
+    u32 skip;  // bytes of the scales before the keys of a block: SCALES, or 0
+};
+
+KERNEL(64) copy_slots(CopySlots p) {
+    u32 first = blockIdx.x * p.each, last = min(first + p.each, p.count);
+    u8* head = p.pool.base + blockIdx.y * p.pool.head;
+    // Words of 8 bytes: a key's, its value's, and one more for the two scales.
+    u32 words = p.row / 8, all = 2 * words + (p.skip ? 1 : 0);
+    for (u32 w = threadIdx.x; w < all; w += 64) {
+        for (u32 i = first; i < last; i++) {
+            uint2 places = p.pairs[i];
+            const u8* from = head + places.x / BLOCK * p.pool.block;
+            u8* to = head + places.y / BLOCK * p.pool.block;
+            u32 a = places.x % BLOCK, b = places.y % BLOCK;
+            if (w == 2 * words) {
+                ((u16*)to)[b] = ((const u16*)from)[a];
+                ((u16*)to)[BLOCK + b] = ((const u16*)from)[BLOCK + a];
+                continue;
+            }
+            u32 at = p.skip + w / words * BLOCK * p.row + w % words * 8;
+            *(uint2*)(to + at + b * p.row) = *(const uint2*)(from + at + a * p.row);
+        }
+    }
+}

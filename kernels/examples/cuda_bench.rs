@@ -17,6 +17,7 @@ use quern_kernels::{
         ops::Ops,
         peak,
     },
+    exec::Mask,
 };
 use quern_models::{FloatType, Scheme, TensorView, ZeroKind};
 
@@ -172,7 +173,8 @@ fn attention(
     qkv.fill(0x3e)?;
     let tables: Vec<Vec<u32>> =
         (0..sequences).map(|s| (0..each).map(|i| (i * sequences + s) as u32).collect()).collect();
-    let chunks: Vec<Chunk> = tables.iter().map(|blocks| Chunk { rows, start: depth, blocks }).collect();
+    let chunks: Vec<Chunk> =
+        tables.iter().map(|blocks| Chunk { rows, start: depth, blocks, mask: Mask::Causal }).collect();
     let mut batch = Batch::new(device, &[shape], m)?;
     batch.set(&chunks, m)?;
     let to = Acts::new(device, Form::F16, m, heads * d)?;

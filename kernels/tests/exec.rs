@@ -406,7 +406,7 @@ fn rows_of_trees_are_ends_of_their_paths() {
             let mut executor = executor(&file, mode, kv, threads);
             let what = format!("{name} {mode:?} {kv:?}");
             let sizes = [(0, 1), (0, 6), (13, 20), (30, 5), (41, 64), (63, 2), (100, 9)];
-            trees::trees_are_their_paths(&mut executor, 290, &sizes, &what);
+            trees::trees_are_their_paths(&mut executor, 290, &sizes, 64, &what);
             trees::chains_are_plain(&mut executor, 290, &[(0, 5), (15, 64), (33, 7)], &what);
         }
     }

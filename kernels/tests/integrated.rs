@@ -55,6 +55,7 @@ fn weights_are_in_memory_once() {
         activations: None,
         kv: KvType::F16,
         rows: 64,
+        tree_blocks: 0,
         gpu_layers: None,
     };
     let (file, tokens) = (File::open(&path).unwrap(), tokens(5));

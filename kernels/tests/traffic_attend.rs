@@ -9,6 +9,7 @@ use quern_kernels::{
         batch::{Chunk, Shape},
         ops::{Ops, RopeAppend},
     },
+    exec::Mask,
 };
 
 #[test]
@@ -35,7 +36,7 @@ fn keys_and_values_are_read_once_and_banks_do_not_collide() {
         let blocks: Vec<u32> = (0..tokens as u32 / 16).collect();
         for (rows, kernel) in [1, 64].into_iter().zip(kernel) {
             let mut batch = Batch::new(&device, &[shape], rows).unwrap();
-            batch.set(&[Chunk { rows, start: tokens - rows, blocks: &blocks }], rows).unwrap();
+            batch.set(&[Chunk { rows, start: tokens - rows, blocks: &blocks, mask: Mask::Causal }], rows).unwrap();
             let to = Acts::new(&device, Form::F16, rows, heads * d).unwrap();
             let params = Params { layer: 0, heads, scale: 0.1, window: None };
             device.synchronize().unwrap();

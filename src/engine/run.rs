@@ -75,7 +75,16 @@ impl EngineOptions {
     /// What they say to an executor.
     pub fn exec(&self, spec: &ModelSpec) -> ExecOptions {
         let EngineOptions { device, gpu_layers, threads, activations, kv, .. } = *self;
-        ExecOptions { device, threads, blocks: self.blocks_of(spec), activations, kv, rows: self.rows(), gpu_layers }
+        ExecOptions {
+            device,
+            threads,
+            blocks: self.blocks_of(spec),
+            activations,
+            kv,
+            rows: self.rows(),
+            tree_blocks: 0,
+            gpu_layers,
+        }
     }
 
     /// Tokens of the largest step: a budget that follows the machine may grow to 2048.

@@ -68,6 +68,7 @@ impl Run {
             activations,
             kv,
             rows: 64,
+            tree_blocks: 0,
             gpu_layers: self.gpu_layers(),
         };
         exec::open(file.clone(), options, |_| {}).unwrap()

@@ -6,7 +6,7 @@
 
 mod head;
 
-use std::{ops::Range, sync::Arc};
+use std::{borrow::Cow, ops::Range, sync::Arc};
 
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
@@ -15,6 +15,7 @@ use self::head::Guesses;
 use super::{
     CudaError, Device, Upload,
     acts::Form,
+    batch,
     choose::{self, Ask, Choose, Chosen},
     forward::Forward,
     kv::KvPool,
@@ -42,6 +43,8 @@ pub struct CudaOptions {
     pub kv: KvType,
     /// Rows of the largest pass wanted; no more than [`MOST_ROWS`] are taken at once.
     pub rows: usize,
+    /// Blocks more, in which paths of trees are laid out; a tree with siblings needs one or two for each leaf.
+    pub tree_blocks: usize,
 }
 
 /// Most rows of a pass: beyond it weights are read often enough, and buffers grow.
@@ -76,7 +79,8 @@ impl CudaPlan {
         let tensors = Model::tensors(file, first).count();
         CudaPlan {
             weights: Model::bytes(file, form, first),
-            cache: CudaExecutor::block_bytes(file.spec(), options.kv, first).saturating_mul(options.blocks),
+            cache: CudaExecutor::block_bytes(file.spec(), options.kv, first)
+                .saturating_mul(options.blocks.saturating_add(options.tree_blocks)),
             scratch: Forward::scratch(file, form, first, rows_of(options)) + tensors * ROUNDING + OTHER,
         }
     }
@@ -143,7 +147,8 @@ impl CudaExecutor {
         let mut upload = Upload::new(&device, progress)?;
         let model = Model::upload(&file, options.form, first, &mut upload)?;
         drop(upload);
-        let kv = KvPool::new(&device, &kv_layers(file.spec())[first..], options.blocks, options.kv)?;
+        let CudaOptions { blocks, tree_blocks, .. } = options;
+        let kv = KvPool::with_spare(&device, &kv_layers(file.spec())[first..], blocks, tree_blocks, options.kv)?;
         let forward = Forward::new(device, file, model, kv, options.form, rows_of(&options))?;
         Ok(CudaExecutor { forward, ready: Ready::default(), states: vec![] })
     }
@@ -158,6 +163,24 @@ impl CudaExecutor {
         self.forward.device()
     }
 
+    /// Refuses chunks with masks that there is no room for.
+    pub(crate) fn check_masks(&self, plan: &Plan) -> Result<(), ExecError> {
+        let (rows, blocks) = (self.forward.rows(), self.forward.kv().spare().len());
+        for (chunk, c) in plan.chunks.iter().enumerate().filter(|(_, c)| c.mask != Mask::Causal) {
+            let bad = |what, expected: usize, got: usize| {
+                Err(ExecError::Plan { chunk, what, expected: format!("at most {expected}"), got: got.to_string() })
+            };
+            if c.tokens.len() > rows {
+                return bad("rows of a chunk with a mask, as a step has", rows, c.tokens.len());
+            }
+            let needs = batch::tree_blocks(&c.mask, c.start);
+            if needs > blocks {
+                return bad("blocks for the paths of a tree (tree_blocks of the options)", blocks, needs);
+            }
+        }
+        Ok(())
+    }
+
     /// Computes a checked plan. `before` has the layers in front of those here; it computes a pass while the device is
     /// busy with the one before. `fed` is what a head reads.
     pub(crate) fn step(
@@ -170,7 +193,7 @@ impl CudaExecutor {
         let medusa = guesses.medusa().is_some();
         let mut got: Vec<Got> = plan.chunks.iter().map(|c| Got::new(&c.output, medusa)).collect();
         self.states.clear();
-        for pass in passes(plan, self.forward.rows()) {
+        for pass in passes(plan, self.forward.rows(), self.forward.kv().spare().len()) {
             let (states, rows) = wanted(plan, &pass, medusa);
             let numbers: Vec<u32> = states.iter().chain(&rows).map(|w| w.row).collect();
             let stream = before.as_mut().map(|cpu| cpu.run(&plan_of(plan, &pass)));
@@ -212,8 +235,9 @@ impl CudaExecutor {
     fn choose(&mut self, plan: &Plan, rows: &[Wanted], guess: usize, got: &mut [Got]) -> Result<(), CudaError> {
         let vocab = self.forward.spec().vocab;
         let guesses = Guesses::of(self.forward.model());
-        let ask = |(i, r): (usize, &Wanted)| r.ask(&plan.chunks[r.chunk], i, guess, guesses, vocab);
-        let asks: Vec<Ask> = rows.iter().enumerate().filter_map(ask).collect();
+        let histories: Vec<Cow<[u32]>> = rows.iter().map(|r| r.history(&plan.chunks[r.chunk], guesses)).collect();
+        let ask = |i: usize| rows[i].ask(&plan.chunks[rows[i].chunk], &histories[i], i, guess, guesses, vocab);
+        let asks: Vec<Ask> = (0..rows.len()).filter_map(ask).collect();
         let found = match asks.is_empty() {
             true => vec![],
             false => match self.forward.choose(&asks) {
@@ -241,7 +265,7 @@ impl CudaExecutor {
             let mut logits = guesses.spread(logits);
             match &chunk.output {
                 Output::Logits { .. } => got.states(&logits),
-                _ => got.token(wanted.choose(chunk, guess, guesses, &mut logits)),
+                _ => got.token(wanted.choose(chunk, &histories[i], guess, guesses, &mut logits)),
             }
         }
         Ok(())
@@ -279,38 +303,48 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// Tokens up to the one that follows.
-    fn known(&self, chunk: &Chunk, guesses: Guesses) -> usize {
-        chunk.start + self.token + 1 + guesses.ahead()
+    /// Tokens up to the one that follows, if tokens are wanted: their number is its position.
+    fn history<'a>(&self, chunk: &Chunk<'a>, guesses: Guesses) -> Cow<'a, [u32]> {
+        match chunk.output {
+            Output::Tokens { history, .. } => chunk.history(history, self.token, guesses.ahead()),
+            _ => Cow::Borrowed(&[]),
+        }
     }
 
-    /// What to ask of the device about row `row` of the logits, if it can choose the token.
-    fn ask<'a>(&self, chunk: &'a Chunk, row: usize, guess: usize, guesses: Guesses, vocab: usize) -> Option<Ask<'a>> {
-        let Output::Tokens { params, history, prompt_len, logprobs, allowed, .. } = &chunk.output else { return None };
+    /// What to ask of the device about row `row` of the logits, with `tokens` before it, if it can choose the token.
+    fn ask<'a>(
+        &self,
+        chunk: &'a Chunk,
+        tokens: &'a [u32],
+        row: usize,
+        guess: usize,
+        guesses: Guesses,
+        vocab: usize,
+    ) -> Option<Ask<'a>> {
+        let Output::Tokens { params, prompt_len, logprobs, allowed, .. } = &chunk.output else { return None };
         let plain = guesses.medusa().is_some() || logprobs.is_none() && allowed.is_none();
-        let known = self.known(chunk, guesses);
-        let position = (known + guess) as u64;
+        let position = (tokens.len() + guess) as u64;
         let serves = match guesses.mapped() {
             true => Need::of(params, vocab, position, None) == Need::Best,
             false => Choose::serves(params, vocab),
         };
-        let history = History { tokens: &history[..known], prompt_len: *prompt_len };
+        let history = History { tokens, prompt_len: *prompt_len };
         (plain && serves).then_some(Ask { row, params, history, position })
     }
 
     fn choose(
         &self,
         chunk: &Chunk,
+        tokens: &[u32],
         guess: usize,
         guesses: Guesses,
         logits: &mut [f32],
     ) -> Result<Sampled, SampleError> {
-        let Output::Tokens { from, params, history, prompt_len, logprobs, allowed } = &chunk.output else {
+        let Output::Tokens { from, params, prompt_len, logprobs, allowed, .. } = &chunk.output else {
             unreachable!("the caller matched it")
         };
-        let known = self.known(chunk, guesses);
-        let history = History { tokens: &history[..known], prompt_len: *prompt_len };
-        let position = (known + guess) as u64;
+        let history = History { tokens, prompt_len: *prompt_len };
+        let position = (tokens.len() + guess) as u64;
         if guesses.medusa().is_some() {
             return sample_allowed(logits, params, history, position, None, None);
         }
@@ -374,43 +408,39 @@ pub(super) struct Part {
 /// A pass as a plan of its own that wants nothing back.
 fn plan_of<'a>(plan: &Plan<'a>, pass: &[Part]) -> Plan<'a> {
     let chunk = |part: &Part| {
-        let Chunk { tokens, start, blocks, .. } = plan.chunks[part.chunk];
+        let Chunk { tokens, start, blocks, mask, .. } = plan.chunks[part.chunk];
         let (tokens, start) = (&tokens[part.tokens.clone()], start + part.tokens.start);
-        Chunk { tokens, start, blocks, mask: Mask::Causal, output: Output::None }
+        Chunk { tokens, start, blocks, mask, output: Output::None }
     };
     Plan { chunks: pass.iter().map(chunk).collect() }
 }
 
-/// Cuts a plan into passes of at most `rows` rows, in order.
-fn passes(plan: &Plan, rows: usize) -> Vec<Vec<Part>> {
+/// Cuts a plan into passes of at most `rows` rows, in order, whose trees need at most so many blocks. A chunk with a mask
+/// stays whole.
+fn passes(plan: &Plan, rows: usize, tree_blocks: usize) -> Vec<Vec<Part>> {
     let mut all: Vec<Vec<Part>> = vec![];
-    let mut left = 0;
+    let (mut left, mut lent) = (0, 0);
     for (chunk, c) in plan.chunks.iter().enumerate() {
+        let needs = batch::tree_blocks(&c.mask, c.start);
+        let whole = c.mask != Mask::Causal;
         let mut at = 0;
         while at < c.tokens.len() {
-            if left == 0 {
+            if left == 0 || whole && (left < c.tokens.len() || lent < needs) {
                 all.push(vec![]);
-                left = rows;
+                (left, lent) = (rows, tree_blocks);
             }
             let count = left.min(c.tokens.len() - at);
             all.last_mut().expect("pushed above").push(Part { chunk, tokens: at..at + count });
-            (at, left) = (at + count, left - count);
+            (at, left, lent) = (at + count, left - count, lent - needs);
         }
     }
     all
 }
 
-/// Masks are for the CPU so far.
-pub(crate) fn refuse_masks(plan: &Plan) -> Result<(), ExecError> {
-    let Some(chunk) = plan.chunks.iter().position(|c| c.mask != Mask::Causal) else { return Ok(()) };
-    let got = format!("{:?}", plan.chunks[chunk].mask);
-    Err(ExecError::Plan { chunk, what: "mask", expected: "Causal on a GPU".into(), got })
-}
-
 impl Executor for CudaExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         check(plan, self.forward.spec(), self.blocks())?;
-        refuse_masks(plan)?;
+        self.check_masks(plan)?;
         let outputs = self.step(plan, None, &Fed::Nothing)?;
         Ok(self.ready.put(outputs))
     }
@@ -429,7 +459,9 @@ impl Executor for CudaExecutor {
 
     fn move_rows(&mut self, blocks: &[u32], from: &[usize], to: usize) -> Result<(), ExecError> {
         check_move(blocks, from, to, self.blocks())?;
-        Err(ExecError::Move { what: "device", expected: "the CPU".into(), got: "a GPU".into() })
+        let place = |slot: usize| blocks[slot / BLOCK] * BLOCK as u32 + (slot % BLOCK) as u32;
+        let places: Vec<[u32; 2]> = from.iter().enumerate().map(|(i, &slot)| [place(slot), place(to + i)]).collect();
+        Ok(self.forward.move_slots(&places)?)
     }
 
     fn block_bytes(&self) -> usize {
@@ -480,6 +512,7 @@ pub(super) fn table<'a>(chunk: &Chunk<'a>, end: usize) -> &'a [u32] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::exec::tree_mask;
 
     #[test]
     fn plans_are_cut_anywhere() {
@@ -488,7 +521,7 @@ mod tests {
             |n: usize| Chunk { tokens: &tokens[..n], start: 0, blocks: &[], mask: Mask::Causal, output: Output::None };
         let plan = Plan { chunks: vec![chunk(5), chunk(1), chunk(20), chunk(6)] };
         for rows in 1..40 {
-            let passes = passes(&plan, rows);
+            let passes = passes(&plan, rows, 0);
             let sizes: Vec<usize> = passes.iter().map(|p| p.iter().map(|p| p.tokens.len()).sum()).collect();
             assert!(sizes[..sizes.len() - 1].iter().all(|&s| s == rows) && sizes.iter().sum::<usize>() == 32, "{rows}");
             for (i, c) in plan.chunks.iter().enumerate() {
@@ -500,6 +533,19 @@ mod tests {
                 assert_eq!(end, c.tokens.len());
             }
         }
-        assert!(passes(&Plan::default(), 7).is_empty());
+        assert!(passes(&Plan::default(), 7, 0).is_empty());
+        // Trees and blocks stay whole; here each of the trees needs two blocks.
+        let masks = tree_mask(&[None, Some(0), Some(0), Some(0)]);
+        let masked = |n, mask| Chunk { mask, ..chunk(n) };
+        let tree = || masked(4, Mask::Tree(&masks));
+        let plan = Plan { chunks: vec![chunk(3), tree(), tree(), chunk(2), masked(3, Mask::Full), tree()] };
+        assert_eq!(batch::tree_blocks(&Mask::Tree(&masks), 0), 2);
+        let parts = |rows, blocks| -> Vec<Vec<usize>> {
+            let passes = passes(&plan, rows, blocks);
+            passes.iter().map(|p| p.iter().map(|p| p.tokens.len()).collect()).collect()
+        };
+        assert_eq!(parts(100, 6), [vec![3, 4, 4, 2, 3, 4]]);
+        assert_eq!(parts(100, 3), [vec![3, 4], vec![4, 2, 3], vec![4]]);
+        assert_eq!(parts(5, 9), [vec![3], vec![4], vec![4, 1], vec![1, 3], vec![4]]);
     }
 }

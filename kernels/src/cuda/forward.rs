@@ -52,6 +52,9 @@ pub(super) struct Forward {
     graphs: HashMap<(usize, Cut, bool), Graph>,
 }
 
+/// Slots that are moved by one copy.
+const MOVED: usize = 64;
+
 /// Most recorded passes; beyond it all are forgotten.
 const MOST_GRAPHS: usize = 64;
 
@@ -60,6 +63,8 @@ const MOST_PARTIALS: usize = 2 * 64 * 7 / 8 * 256;
 
 /// Buffers of a pass. `m` rows.
 struct Buffers {
+    /// Slots that are moved in a sequence, from and to: `[MOVED][2]`.
+    moves: Buffer<u32>,
     /// Tokens, positions, and the rows that something is wanted of: `[3][rows]`.
     numbers: Buffer<u32>,
     numbers_host: Pinned<u32>,
@@ -130,7 +135,8 @@ impl Forward {
         let ([hidden, attended, inner], forms) = (sizes.widths, model.forms());
         let what = "buffers of a step";
         let new = |len: usize| Buffer::<f32>::new(&device, what, len);
-        let bufs = Buffers {
+        let mut bufs = Buffers {
+            moves: Buffer::new(&device, what, 2 * MOVED)?,
             numbers: Buffer::new(&device, what, 3 * rows)?,
             numbers_host: Pinned::new(&device, 3 * rows)?,
             angles: new(sizes.angles)?,
@@ -148,6 +154,7 @@ impl Forward {
             states: new(HEAD_ROWS * spec.hidden)?,
             best: Buffer::new(&device, what, 4 * HEAD_ROWS)?,
         };
+        bufs.batch.lend(kv.spare());
         let mut linear = Linear::new(&device)?;
         let layers = model.layers.iter().flat_map(|l| {
             let up: Vec<&Weight> = l.gate.iter().chain([&l.up]).collect();
@@ -203,7 +210,7 @@ impl Forward {
         let held = if shared { ALL } else { Model::held(file, first) };
         let acts: usize = widths.iter().map(|&w| Acts::bytes(form, held, rows, w)).sum();
         // Partial sums, of a device with as many multiprocessors as any has; floats that are converted on their way up.
-        let fixed = 4 * (rows * MOST_PARTIALS + 4 * rows + HEAD_ROWS) + (48 << 20);
+        let fixed = 4 * (rows * MOST_PARTIALS + 4 * rows + HEAD_ROWS + 2 * MOVED) + (48 << 20);
         let last = Acts::bytes(form, held, HEAD_ROWS, widths[0]);
         let guess = Guessing::bytes(spec, form, held, rows);
         4 * floats + acts + last + Batch::bytes(&shapes(layers), rows) + fixed + guess
@@ -255,7 +262,7 @@ impl Forward {
     ) -> Result<(), CudaError> {
         let m = self.upload(plan, pass, wanted, states)?;
         let fused = self.feed(pass, fed)?;
-        if pass.iter().any(|part| part.tokens.len() > 1) {
+        if pass.iter().any(|part| part.tokens.len() > 1) || self.bufs.batch.copies().is_some() {
             return self.launch(m, fused);
         }
         let key = (m, self.bufs.batch.cut(), fused);
@@ -299,8 +306,9 @@ impl Forward {
         for part in pass {
             let chunk = &plan.chunks[part.chunk];
             let (start, end) = (chunk.start + part.tokens.start, chunk.start + part.tokens.end);
-            chunks.push(batch::Chunk { rows: part.tokens.len(), start, blocks: table(chunk, end) });
-            for (position, &token) in (start..end).zip(&chunk.tokens[part.tokens.clone()]) {
+            chunks.push(batch::Chunk { rows: part.tokens.len(), start, blocks: table(chunk, end), mask: chunk.mask });
+            for row in part.tokens.clone() {
+                let (position, token) = (chunk.position(row), chunk.tokens[row]);
                 let numbers = &mut self.bufs.numbers_host;
                 (numbers[m], numbers[rows + m]) = (token, position as u32);
                 positions.push(position);
@@ -386,6 +394,9 @@ impl Forward {
             let norms = layer.qk_norm.as_ref().map(|(q, k, eps)| (q.ptr(), k.ptr(), *eps));
             let what = RopeAppend { rope: layer.rope.map(|i| ropes[i]), norms, places: bufs.batch.places(), heads };
             ops.rope_append(qkv, &what, kv, i, m)?;
+            if let Some(copies) = bufs.batch.copies() {
+                ops.copy_slots(copies, false, kv, i)?;
+            }
             let params = Params { layer: i, heads, scale, window };
             let order = layer.o_order.as_ref().map(Buffer::ptr);
             attend.run(ops, qkv, kv, &params, &bufs.batch, order, &bufs.attended, m)?;
@@ -405,6 +416,17 @@ impl Forward {
             linear.run(&[&layer.down], &bufs.inner, m, residual(&layer.down_bias))?;
         }
         keep(last)
+    }
+
+    /// Moves keys and values from place to place (`block * 16 + slot`), in order.
+    pub fn move_slots(&mut self, places: &[[u32; 2]]) -> Result<(), CudaError> {
+        for some in places.chunks(MOVED) {
+            self.bufs.moves.write(0, some.as_flattened())?;
+            for layer in 0..self.kv.layers() {
+                self.ops.copy_slots((self.bufs.moves.ptr(), some.len()), true, &self.kv, layer)?;
+            }
+        }
+        Ok(())
     }
 
     /// Final norm of some of the wanted rows, at most [`HEAD_ROWS`]: `[rows][hidden]`.

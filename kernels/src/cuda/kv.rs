@@ -26,6 +26,8 @@ pub const NO_PLACE: u32 = u32::MAX;
 pub struct KvPool {
     kind: KvType,
     blocks: usize,
+    /// Blocks behind those, which no sequence has.
+    spare: usize,
     /// Bytes of a block.
     block: usize,
     /// Shape of each layer, and where it starts in a block.
@@ -48,15 +50,36 @@ unsafe impl Pod for PoolArgs {}
 impl KvPool {
     /// Room for `blocks` blocks of every layer, all zero.
     pub fn new(device: &Arc<Device>, layers: &[KvLayer], blocks: usize, kind: KvType) -> Result<KvPool, CudaError> {
+        KvPool::with_spare(device, layers, blocks, 0, kind)
+    }
+
+    /// The same with blocks more that no sequence has, for [`Batch::lend`](super::Batch::lend).
+    pub fn with_spare(
+        device: &Arc<Device>,
+        layers: &[KvLayer],
+        blocks: usize,
+        spare: usize,
+        kind: KvType,
+    ) -> Result<KvPool, CudaError> {
         let mut block = 0;
         let mut placed = vec![];
         for &layer in layers {
             placed.push((layer, block));
             block += layer.kv_heads * kind.head_bytes(layer.head_dim);
         }
-        let mut memory = Buffer::new(device, "keys and values", block.saturating_mul(blocks))?;
+        let mut memory = Buffer::new(device, "keys and values", block.saturating_mul(blocks.saturating_add(spare)))?;
         memory.fill(0)?;
-        Ok(KvPool { kind, blocks, block, layers: placed, memory })
+        Ok(KvPool { kind, blocks, spare, block, layers: placed, memory })
+    }
+
+    /// The blocks that no sequence has.
+    pub fn spare(&self) -> std::ops::Range<u32> {
+        self.blocks as u32..(self.blocks + self.spare) as u32
+    }
+
+    /// Layers.
+    pub fn layers(&self) -> usize {
+        self.layers.len()
     }
 
     /// Bytes that one block takes, all layers together.

@@ -32,7 +32,6 @@ pub use buffer::{Buffer, DevicePtr, Pinned, Pod};
 pub use choose::Choose;
 pub use device::{Device, DeviceInfo, Graph, devices};
 pub use error::CudaError;
-pub(crate) use exec::refuse_masks;
 pub use exec::{CudaExecutor, CudaHead, CudaOptions, CudaPlan, HEAD_ROWS, MOST_ROWS};
 pub use kv::KvPool;
 pub use linear::{Linear, Output};

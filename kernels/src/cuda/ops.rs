@@ -13,7 +13,7 @@ use super::{
     kv::PoolArgs,
     ptx,
 };
-use crate::cpu::kv::KvType;
+use crate::cpu::kv::{KvType, SCALES};
 
 /// Threads of a block, as in the source.
 const THREADS: usize = 256;
@@ -37,6 +37,7 @@ pub struct Ops {
     acts: [Forms; 3],
     /// In the order of [`KvType`].
     append: [Kernel; 3],
+    copy_slots: Kernel,
 }
 
 /// Which norm.
@@ -96,6 +97,21 @@ struct RopeArgs {
 // SAFETY: words of 64 bits, then four of 32: no padding.
 unsafe impl Pod for RopeArgs {}
 
+/// Slots to be copied, as the kernel takes them.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CopyArgs {
+    pairs: DevicePtr,
+    pool: PoolArgs,
+    count: u32,
+    each: u32,
+    row: u32,
+    skip: u32,
+}
+
+// SAFETY: words of 64 bits, then four of 32: no padding.
+unsafe impl Pod for CopyArgs {}
+
 impl Ops {
     /// Has the driver compile them.
     pub fn new(device: &Arc<Device>) -> Result<Ops, CudaError> {
@@ -116,6 +132,7 @@ impl Ops {
                 forms(["gelu_tanh_f16", "gelu_tanh_f32", "gelu_tanh_int8"])?,
             ],
             append: [kernel("rope_append_f16")?, kernel("rope_append_f32")?, kernel("rope_append_int8")?],
+            copy_slots: kernel("copy_slots")?,
         })
     }
 
@@ -266,6 +283,38 @@ impl Ops {
         let grid = [m, (what.heads + shape.kv_heads).div_ceil(HEADS), 1];
         // SAFETY: as in `norm`; places are of the pool's blocks.
         unsafe { self.device.launch(kernel, grid, HEADS * 32, 0, &mut args) }
+    }
+}
+
+impl Ops {
+    /// Copies keys and values of one layer: `pairs`, u32 `[count][2]`, are places (`block * 16 + slot`) from and to.
+    /// `in_order`: one after the other, so that what was read may be written later on; else at once, and no place is
+    /// both read and written.
+    pub fn copy_slots(
+        &self,
+        (pairs, count): (DevicePtr, usize),
+        in_order: bool,
+        kv: &KvPool,
+        layer: usize,
+    ) -> Result<(), CudaError> {
+        let shape = kv.layer(layer);
+        let (bytes, skip) = match kv.kind() {
+            KvType::F16 => (2, 0),
+            KvType::F32 => (4, 0),
+            KvType::Int8 => (1, SCALES),
+        };
+        let each = if in_order { count } else { 1 };
+        let mut args = Args::new().with(CopyArgs {
+            pairs,
+            pool: kv.args(layer),
+            count: count as u32,
+            each: each as u32,
+            row: (shape.head_dim * bytes) as u32,
+            skip: skip as u32,
+        });
+        let grid = [count.div_ceil(each.max(1)), shape.kv_heads, 1];
+        // SAFETY: as in `norm`; places are of the pool's blocks.
+        unsafe { self.device.launch(&self.copy_slots, grid, 64, 0, &mut args) }
     }
 }
 

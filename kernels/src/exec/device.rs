@@ -99,6 +99,9 @@ pub struct ExecOptions {
     pub kv: KvType,
     /// Tokens of a step that a GPU makes room for at once; more are possible and cost new memory.
     pub rows: usize,
+    /// KV blocks more that a GPU has for trees of guesses ([`Mask::Tree`](super::Mask::Tree)): one or two for each leaf
+    /// of the trees of a step but the first. The CPU needs none.
+    pub tree_blocks: usize,
     /// Layers on the GPU, the last ones; those before are on the CPU, and with none everything is. `None`: all.
     pub gpu_layers: Option<usize>,
 }
@@ -153,7 +156,7 @@ pub fn open(
     options: ExecOptions,
     progress: impl FnMut(usize) + 'static,
 ) -> Result<Box<dyn Executor>, ExecError> {
-    let ExecOptions { threads, blocks, kv, rows, .. } = options;
+    let ExecOptions { threads, blocks, kv, rows, tree_blocks, .. } = options;
     if file.spec().guesses.is_some() {
         let (expected, got) = ("to be given beside its model".into(), "it alone".into());
         return Err(ExecError::Head { what: "guesses for a model", expected, got });
@@ -170,13 +173,13 @@ pub fn open(
         }
         Place::Cuda(ordinal) => {
             let form = form(options.activations.unwrap_or(Activations::F16));
-            let options = CudaOptions { ordinal, blocks, form, kv, rows };
+            let options = CudaOptions { ordinal, blocks, form, kv, rows, tree_blocks };
             Ok(Box::new(CudaExecutor::new(file, options, Box::new(progress))?))
         }
         Place::Split { ordinal, first } => {
             let (mode, form) = options.split()?;
             let cpu = CpuOptions { threads, blocks, mode, kv };
-            let cuda = CudaOptions { ordinal, blocks, form, kv, rows };
+            let cuda = CudaOptions { ordinal, blocks, form, kv, rows, tree_blocks };
             Ok(Box::new(SplitExecutor::new(file, first, cpu, cuda, Box::new(progress))?))
         }
     }
@@ -227,8 +230,8 @@ pub fn device_memory(file: &ModelFile, options: &ExecOptions) -> Option<DeviceMe
         Place::Cuda(ordinal) => (ordinal, 0, form(options.activations.unwrap_or(Activations::F16))),
         Place::Split { ordinal, first } => (ordinal, first, options.split().ok()?.1),
     };
-    let ExecOptions { blocks, kv, rows, .. } = *options;
-    let cuda = CudaOptions { ordinal, blocks, form, kv, rows };
+    let ExecOptions { blocks, kv, rows, tree_blocks, .. } = *options;
+    let cuda = CudaOptions { ordinal, blocks, form, kv, rows, tree_blocks };
     let plan = CudaPlan::of(file, &cuda, first);
     let device = cuda::Device::open(ordinal).ok();
     let free = device.as_ref().and_then(|d| d.memory().ok()).map(|(free, _)| free);

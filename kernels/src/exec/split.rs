@@ -16,7 +16,7 @@ use std::sync::Arc;
 use quern_models::{ModelFile, ModelSpec};
 
 use super::{ChunkOutput, CpuExecutor, CpuOptions, ExecError, Executor, Fed, HeadExecutor, Plan, Ready, Ticket, check};
-use crate::cuda::{CudaExecutor, CudaOptions, refuse_masks};
+use crate::cuda::{CudaExecutor, CudaOptions};
 
 /// A model on the CPU and a GPU.
 pub struct SplitExecutor {
@@ -59,7 +59,7 @@ impl SplitExecutor {
 impl Executor for SplitExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         check(plan, self.spec(), self.blocks())?;
-        refuse_masks(plan)?;
+        self.cuda.check_masks(plan)?;
         let outputs = self.cuda.step(plan, Some(&mut self.cpu), &Fed::Nothing)?;
         Ok(self.ready.put(outputs))
     }

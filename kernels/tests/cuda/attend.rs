@@ -16,7 +16,7 @@ use quern_kernels::{
         kv::BLOCK,
         ops::{Ops, RopeAppend},
     },
-    exec::{Mask, NO_BLOCK},
+    exec::{Mask, NO_BLOCK, tree_mask},
     reference::ops as oracle,
 };
 
@@ -48,7 +48,7 @@ impl Case {
         let held = tokens.div_ceil(BLOCK);
         let blocks = held + 3;
         let ops = Ops::new(device).expect("the device works");
-        let pool = KvPool::new(device, &layers, blocks, kind).expect("the device works");
+        let pool = KvPool::with_spare(device, &layers, blocks, 70, kind).expect("the device works");
         let cpu = KvMemory::new(&layers, blocks, kind).expect("the device works");
         let mut table = random.order(blocks);
         table.truncate(held);
@@ -87,10 +87,16 @@ impl Case {
 
     /// Attention of rows of the sequence, as (start, rows), `spare` rows that belong to nobody behind them.
     fn run(&self, chunks: &[(usize, usize)], spare: usize, order: Option<&[u32]>, form: Form) -> Vec<Row> {
+        let chunks: Vec<_> = chunks.iter().map(|&(start, rows)| (start, rows, Mask::Causal)).collect();
+        self.run_masked(&chunks, spare, order, form)
+    }
+
+    /// The same, each chunk with a mask.
+    fn run_masked(&self, chunks: &[(usize, usize, Mask)], spare: usize, order: Option<&[u32]>, form: Form) -> Vec<Row> {
         let stride = self.stride();
         let mut qkv = vec![];
         let mut tables = vec![];
-        for &(start, rows) in chunks {
+        for &(start, rows, _) in chunks {
             qkv.extend_from_slice(&self.qkv[start * stride..(start + rows) * stride]);
             let mut table = self.table.clone();
             // Blocks that no row sees are never looked at.
@@ -105,12 +111,17 @@ impl Case {
         let dq = up(&self.device, &qkv);
         let mut batch = Batch::new(&self.device, &[self.shape], m).expect("the device works");
         let described = chunks.iter().zip(&tables);
-        let chunks: Vec<Chunk> = described.map(|(&(start, rows), blocks)| Chunk { rows, start, blocks }).collect();
+        let chunks: Vec<Chunk> =
+            described.map(|(&(start, rows, mask), blocks)| Chunk { rows, start, blocks, mask }).collect();
+        batch.lend(self.pool.spare());
         batch.set(&chunks, m).expect("the device works");
         let dorder: Option<Buffer<u32>> = order.map(|o| up(&self.device, o));
         let to: Acts = acts(&self.device, form, m, self.width() + 64);
         let params = Params { layer: 1, heads: self.shape.heads, scale: self.scale, window: self.shape.window };
         let order = dorder.as_ref().map(Buffer::ptr);
+        if let Some(copies) = batch.copies() {
+            self.ops.copy_slots(copies, false, &self.pool, 1).expect("the device works");
+        }
         self.attend.run(&self.ops, dq.ptr(), &self.pool, &params, &batch, order, &to, m).expect("the device works");
         let mut got = read_acts(&to, m, self.width());
         for row in got.drain(rows..) {
@@ -119,11 +130,15 @@ impl Case {
         got
     }
 
-    fn check_oracle(&self, chunk: (usize, usize), row: usize, got: &Row, form: Form) {
+    fn check_oracle(&self, (pos0, rows): (usize, usize), row: usize, got: &Row, form: Form) {
+        self.check_oracle_masked((pos0, rows, Mask::Causal), row, got, form);
+    }
+
+    fn check_oracle_masked(&self, chunk: (usize, usize, Mask), row: usize, got: &Row, form: Form) {
         let params = OracleParams { layer: 1, heads: self.shape.heads, scale: self.scale, window: self.shape.window };
-        let (pos0, rows) = chunk;
+        let (pos0, rows, mask) = chunk;
         let q = &self.qkv[pos0 * self.stride()..];
-        let of = OracleChunk { q, stride: self.stride(), rows, pos0, table: &self.table, mask: Mask::Causal };
+        let of = OracleChunk { q, stride: self.stride(), rows, pos0, table: &self.table, mask };
         let bound = match form {
             Form::F16 | Form::Int8 => bound::ATTEND_F16,
             Form::F32 => bound::ATTEND_F32,
@@ -192,6 +207,66 @@ fn windows() {
         conform(KINDS[[0, 2][i % 2]], Form::F16, 1, 3, [32, 64, 16][i % 3], Some(window));
         if i % 2 == 0 {
             conform(KINDS[i / 2 % 3], Form::F32, 1, 2, [32, 16][i / 2 % 2], Some(window));
+        }
+    }
+}
+
+/// Rows of trees against the ends of their paths as plain chunks, bit for bit, and against the oracle, as blocks that see
+/// themselves are.
+fn conform_masks(kind: KvType, form: Form, kv_heads: usize, group: usize, d: usize, window: Option<usize>) {
+    let Some(device) = device("masks") else { return };
+    let shape = Shape { heads: kv_heads * group, kv_heads, head_dim: d, window };
+    let case = Case::new(&device, kind, shape, 580);
+    let mut random = Random(d as u64 + 11);
+    for (start, rows) in [(0, 3), (9, 20), (252, 9), (510, 64)] {
+        let parents: Vec<_> = (0..rows).map(|row| (row > 0).then(|| random.bits() as usize % row)).collect();
+        let masks = tree_mask(&parents);
+        let (tree, full) = ((start, rows, Mask::Tree(&masks)), (start, rows, Mask::Full));
+        let all = case.run_masked(&[(40, 3, Mask::Causal), tree, full, tree], 3, None, form);
+        let (trees, fulls) = (&all[3..3 + rows], &all[3 + rows..3 + 2 * rows]);
+        assert_eq!(trees, &all[3 + 2 * rows..], "{kind:?} {form:?} {shape:?} at {start}: twice");
+        assert_eq!(case.run_masked(&[full], 0, None, form), fulls, "{kind:?} {form:?} {shape:?} at {start}: alone");
+        for row in [0, rows / 2, rows - 1] {
+            case.check_oracle_masked(tree, row, &trees[row], form);
+            case.check_oracle_masked(full, row, &fulls[row], form);
+        }
+        let mut plain = Case::new(&device, kind, shape, 580);
+        let stride = case.stride();
+        for leaf in [rows - 1, rows - 2, rows / 2] {
+            let path: Vec<usize> = (0..rows).filter(|&j| masks[leaf] >> j & 1 == 1).collect();
+            let from = path.iter().flat_map(|j| &case.qkv[(start + j) * stride..][..stride]);
+            let qkv: Vec<f32> = from.copied().collect();
+            let place = |t: usize| case.table[t / BLOCK] * BLOCK as u32 + (t % BLOCK) as u32;
+            let places: Vec<u32> = (0..path.len()).map(|i| place(start + i)).collect();
+            let (dq, dp) = (up(&device, &qkv), up(&device, &places));
+            let what = RopeAppend { rope: None, norms: None, places: dp.ptr(), heads: shape.heads };
+            plain.ops.rope_append(dq.ptr(), &what, &plain.pool, 1, path.len()).expect("the device works");
+            plain.qkv[start * stride..][..qkv.len()].copy_from_slice(&qkv);
+            let want = plain.run(&[(start, path.len())], 0, None, form);
+            for (want, &row) in want.iter().zip(&path) {
+                assert_eq!(&trees[row], want, "{kind:?} {form:?} {shape:?}: row {row} at {start}");
+            }
+        }
+    }
+}
+
+#[test]
+fn masks() {
+    for (i, (kv_heads, group, d, window)) in [
+        (1, 1, 8, None),
+        (2, 3, 40, None),
+        (1, 8, 128, None),
+        (1, 5, 24, Some(1)),
+        (1, 2, 16, Some(33)),
+        (1, 4, 64, Some(280)),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        conform_masks(KINDS[[0, 2][i % 2]], Form::F16, kv_heads, group, d, window);
+        conform_masks(KINDS[[2, 0][i % 2]], Form::F16, kv_heads, group, d, window);
+        if i % 2 == 0 {
+            conform_masks(KINDS[i / 2], Form::F32, kv_heads, group, d, window);
         }
     }
 }
@@ -292,7 +367,7 @@ fn a_graph_serves_growing_contexts() {
         for (i, start) in starts.into_iter().enumerate() {
             dq.write(i * stride, &case.qkv[start * stride..(start + 1) * stride]).unwrap();
         }
-        let chunk = |start| Chunk { rows: 1, start, blocks: &case.table };
+        let chunk = |start| Chunk { rows: 1, start, blocks: &case.table, mask: Mask::Causal };
         assert!(!batch.set(&starts.map(chunk), 2).unwrap(), "room for small steps");
     };
     set(&mut batch, &mut dq, [3, 20]);

@@ -15,11 +15,11 @@ use quern_models::{FloatType, ModelFile, Scheme, ZeroKind};
 
 use crate::{
     common::device,
-    support::{deviation, everything, int, made, model, plain, run, tokens},
+    support::{deviation, everything, int, made, model, plain, run, tokens, trees},
 };
 
 fn executor(file: &Arc<ModelFile>, form: Form, kv: KvType, rows: usize) -> CudaExecutor {
-    let options = CudaOptions { ordinal: 0, blocks: 64, form, kv, rows };
+    let options = CudaOptions { ordinal: 0, blocks: 64, form, kv, rows, tree_blocks: 64 };
     CudaExecutor::new(file.clone(), options, Box::new(|_| {})).unwrap()
 }
 
@@ -200,7 +200,7 @@ fn what_cannot_be_is_refused() {
         return;
     }
     let file = model("cu-refused", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
-    let options = CudaOptions { ordinal: 9, blocks: 4, form: Form::F16, kv: KvType::F16, rows: 8 };
+    let options = CudaOptions { ordinal: 9, blocks: 4, form: Form::F16, kv: KvType::F16, rows: 8, tree_blocks: 0 };
     let error = CudaExecutor::new(file.clone(), options, Box::new(|_| {})).err().unwrap().to_string();
     assert!(error.contains("there is no device cuda:9: expected a number below 1"), "{error}");
     let options = CudaOptions { ordinal: 0, blocks: 1 << 40, ..options };
@@ -210,4 +210,69 @@ fn what_cannot_be_is_refused() {
     let chunk = Chunk { tokens: &[1], start: 0, blocks: &[64], mask: Mask::Causal, output: Output::None };
     let error = executor.submit(&Plan { chunks: vec![chunk] }).unwrap_err();
     assert!(matches!(error, ExecError::Plan { what: "block", .. }), "{error}");
+}
+
+/// Trees and chains are verified exactly, in every form, whatever else is in the step.
+#[test]
+fn rows_of_trees_are_ends_of_their_paths() {
+    if device("rows_of_trees_are_ends_of_their_paths").is_none() {
+        return;
+    }
+    let (half, whole, bytes) = ((Form::F16, KvType::F16), (Form::F32, KvType::F32), (Form::F16, KvType::Int8));
+    let ints = (Form::Int8, KvType::F16);
+    for (name, spec, forms) in
+        [("cu-trees", plain(true), &[half, bytes][..]), ("cu-trees-all", everything(), &[half, whole, bytes, ints])]
+    {
+        let file = made(name, int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
+        for (i, &(form, kv)) in forms.iter().enumerate() {
+            let mut executor = executor(&file, form, kv, 96);
+            let what = format!("{name} {form:?} {kv:?}");
+            let sizes = [(0, 1), (13, 9), (30, 4), [(7, 40), (41, 64)][i % 2]];
+            trees::trees_are_their_paths(&mut executor, 290, &sizes, 3, &what);
+            trees::chains_are_plain(&mut executor, 290, &[(0, 5), (13, 20)], &what);
+        }
+    }
+}
+
+/// A block whose rows see each other, against the oracle.
+#[test]
+fn full_blocks_equal_the_oracle() {
+    if device("full_blocks_equal_the_oracle").is_none() {
+        return;
+    }
+    let f32s = Scheme::Float(FloatType::F32);
+    let file = made("cu-full", f32s, f32s, everything());
+    for (start, rows) in [(0, 3), (20, 16), (7, 40)] {
+        let tokens = tokens(start + rows);
+        let want = reference::forward::masked(&file, &tokens, start, Mask::Full);
+        for (form, kv, bound) in [(Form::F32, KvType::F32, 4e-6), (Form::F16, KvType::F16, 6e-3)] {
+            let got = trees::full_block(&mut executor(&file, form, kv, 64), &tokens, start);
+            let d = deviation(&got, &want);
+            assert!(d < bound, "{form:?}, {rows} rows at {start}: {d:.1e} of the range away");
+        }
+    }
+}
+
+#[test]
+fn wrong_masks_and_moves_are_refused() {
+    if device("wrong_masks_and_moves_are_refused").is_none() {
+        return;
+    }
+    let file = model("cu-masked", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
+    trees::wrong_masks_are_refused(&mut executor(&file, Form::F16, KvType::F16, 96));
+    let options = CudaOptions { ordinal: 0, blocks: 64, form: Form::F16, kv: KvType::F16, rows: 4, tree_blocks: 1 };
+    let mut executor = CudaExecutor::new(file, options, Box::new(|_| {})).unwrap();
+    let mut submit = |rows: usize, mask| {
+        let tokens = vec![1; rows];
+        let chunk = Chunk { tokens: &tokens, start: 3, blocks: &[0, 1], mask, output: Output::None };
+        executor.submit(&Plan { chunks: vec![chunk] }).map_err(|e| e.to_string())
+    };
+    // One sibling lies in its own block, two do not; a chain needs none.
+    submit(3, Mask::Tree(&[1, 3, 5])).unwrap();
+    submit(4, Mask::Tree(&[1, 3, 7, 15])).unwrap();
+    submit(4, Mask::Full).unwrap();
+    let error = submit(4, Mask::Tree(&[1, 3, 5, 9])).unwrap_err();
+    assert!(error.contains("(tree_blocks of the options): expected at most 1, got 2"), "{error}");
+    let error = submit(5, Mask::Full).unwrap_err();
+    assert!(error.contains("rows of a chunk with a mask, as a step has: expected at most 4, got 5"), "{error}");
 }

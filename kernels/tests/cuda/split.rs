@@ -16,14 +16,14 @@ use quern_models::{FloatType, ModelFile, Scheme, ZeroKind};
 
 use crate::{
     common::device,
-    support::{deviation, everything, int, made, model, plain, run, tokens},
+    support::{deviation, everything, int, made, model, plain, run, tokens, trees},
 };
 
 const EXACT: (Option<Activations>, KvType) = (Some(Activations::F32), KvType::F32);
 const USUAL: (Option<Activations>, KvType) = (None, KvType::F16);
 
 fn options(gpu_layers: Option<usize>, (activations, kv): (Option<Activations>, KvType), rows: usize) -> ExecOptions {
-    ExecOptions { device: Device::Cuda(0), threads: 2, blocks: 64, activations, kv, rows, gpu_layers }
+    ExecOptions { device: Device::Cuda(0), threads: 2, blocks: 64, activations, kv, rows, tree_blocks: 64, gpu_layers }
 }
 
 fn executor(file: &Arc<ModelFile>, n: usize, mode: (Option<Activations>, KvType), rows: usize) -> Box<dyn Executor> {
@@ -220,6 +220,21 @@ fn blocks_of_two_devices_can_be_copied_read_and_written() {
         assert_eq!(last(&mut *executor, 16, &[7, 5]), want, "{n} layers, {kv:?}: a copied block");
         assert_eq!(last(&mut *executor, 16, &[9, 6]), want, "{n} layers, {kv:?}: a written block");
         assert_ne!(last(&mut *executor, 16, &[3, 6]), want, "{n} layers, {kv:?}: an emptied block");
+    }
+}
+
+/// Trees, on both sides at once.
+#[test]
+fn rows_of_trees_are_ends_of_their_paths() {
+    if device("rows_of_trees_are_ends_of_their_paths").is_none() {
+        return;
+    }
+    let file = made("sp-trees", int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), everything());
+    for mode in [USUAL, (Some(Activations::Int8), KvType::Int8)] {
+        let mut executor = executor(&file, 2, mode, 32);
+        trees::trees_are_their_paths(&mut *executor, 290, &[(0, 6), (13, 20)], 3, "two of four layers");
+        trees::chains_are_plain(&mut *executor, 290, &[(13, 20)], "two of four layers");
+        trees::wrong_masks_are_refused(&mut *executor);
     }
 }
 

@@ -65,8 +65,15 @@ fn same(a: &[f32], b: &[f32]) -> bool {
 }
 
 /// In a context of so many tokens, trees of so many rows: each row has the bits that it has at the end of its path in a
-/// plain chunk; tokens are chosen by the path; and after a path was accepted, the sequence goes on as a plain one.
-pub fn trees_are_their_paths(executor: &mut dyn Executor, vocab: usize, sizes: &[(usize, usize)], what: &str) {
+/// plain chunk; tokens are chosen by the path; and after a path was accepted, the sequence goes on as a plain one. At most
+/// so many paths of each tree are looked at.
+pub fn trees_are_their_paths(
+    executor: &mut dyn Executor,
+    vocab: usize,
+    sizes: &[(usize, usize)],
+    most: usize,
+    what: &str,
+) {
     let mut random = Random(42);
     // Blocks of the sequence with the tree, and of the plain ones.
     let (a, b): (Vec<u32>, Vec<u32>) = (0..12).map(|i| (3 + 4 * i, 4 + 4 * i)).unzip();
@@ -97,6 +104,7 @@ pub fn trees_are_their_paths(executor: &mut dyn Executor, vocab: usize, sizes: &
 
         let leaf = |row: usize| !masks[row + 1..].iter().any(|m| m >> row & 1 == 1);
         let leaves: Vec<usize> = (0..rows).filter(|&row| leaf(row)).collect();
+        let leaves: Vec<usize> = leaves.iter().copied().step_by(leaves.len().div_ceil(most)).collect();
         for &leaf in &leaves {
             let path: Vec<usize> = (0..rows).filter(|&j| mask.sees(leaf, j)).collect();
             let text: Vec<u32> = past.iter().copied().chain(path.iter().map(|&j| guesses[j])).collect();

@@ -111,6 +111,7 @@ pub fn main(args: BenchArgs) -> Result<(), Box<dyn Error>> {
             activations: args.activations.map(Into::into),
             kv: args.kv.into(),
             rows: rows::STEP.max(args.batch.iter().copied().max().unwrap_or(1)),
+            tree_blocks: 0,
             gpu_layers: args.place.gpu_layers,
         };
         let mut executor = exec::open(file.clone(), options, |_| {})?;

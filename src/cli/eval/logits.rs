@@ -43,6 +43,7 @@ pub fn main(
         activations: activations.map(Into::into),
         kv: kv.into(),
         rows: CHUNK,
+        tree_blocks: 0,
         gpu_layers,
     };
     let mut executor = exec::open(Arc::new(file), options, |_| {})?;

@@ -69,7 +69,7 @@ impl Runner {
         threads: usize,
     ) -> Result<Runner, ExecError> {
         let blocks = context.div_ceil(BLOCK);
-        let options = ExecOptions { device, threads, blocks, activations, kv, rows: STEP, gpu_layers };
+        let options = ExecOptions { device, threads, blocks, activations, kv, rows: STEP, tree_blocks: 0, gpu_layers };
         let executor = exec::open(file.clone(), options, |_| {})?;
         Ok(Runner { executor, blocks: (0..blocks as u32).collect(), name })
     }

@@ -12,10 +12,10 @@ use quern_models::{
     spec::{Head, HeadKind},
 };
 
-use super::{CudaExecutor, CudaOptions, CudaPlan, Forward, KvPool, Model, Ready, Upload, refuse_masks};
+use super::{CudaExecutor, CudaOptions, CudaPlan, Forward, KvPool, Model, Ready, Upload};
 use crate::{
     exec::{
-        ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Plan, check, check_fed, check_head, check_tokens,
+        ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Mask, Plan, check, check_fed, check_head, check_tokens,
         kv_layers,
     },
     sample::Sampled,
@@ -41,7 +41,7 @@ impl CudaExecutor {
         }
         let (form, kind, device) = (self.forward.form(), self.forward.kv().kind(), self.device().clone());
         let (ordinal, blocks, rows) = (device.info().ordinal, self.blocks(), self.forward.rows());
-        let options = CudaOptions { ordinal, blocks, form, kv: kind, rows };
+        let options = CudaOptions { ordinal, blocks, form, kv: kind, rows, tree_blocks: 0 };
         CudaPlan::of(&file, &options, 0).check("the head", &device, None)?;
         let mut upload = Upload::new(&device, Box::new(|_| {}))?;
         let model = self.forward.model().upload_head(self.forward.file(), &file, form, &mut upload)?;
@@ -52,6 +52,13 @@ impl CudaExecutor {
         self.forward.keep(states)?;
         Ok(CudaHead { executor: CudaExecutor { forward, ready: Ready::default(), states: vec![] } })
     }
+}
+
+/// Heads read chains only.
+fn refuse_masks(plan: &Plan) -> Result<(), ExecError> {
+    let Some(chunk) = plan.chunks.iter().position(|c| c.mask != Mask::Causal) else { return Ok(()) };
+    let got = format!("{:?}", plan.chunks[chunk].mask);
+    Err(ExecError::Plan { chunk, what: "mask", expected: "Causal for a head on a GPU".into(), got })
 }
 
 impl HeadExecutor for CudaHead {
