@@ -48,7 +48,7 @@ impl Case {
         let held = tokens.div_ceil(BLOCK);
         let blocks = held + 3;
         let ops = Ops::new(device).expect("the device works");
-        let pool = KvPool::with_spare(device, &layers, blocks, 70, kind).expect("the device works");
+        let pool = KvPool::with_spare(device, &layers, blocks, 160, kind).expect("the device works");
         let cpu = KvMemory::new(&layers, blocks, kind).expect("the device works");
         let mut table = random.order(blocks);
         table.truncate(held);

@@ -227,8 +227,9 @@ fn rows_of_trees_are_ends_of_their_paths() {
         for (i, &(form, kv)) in forms.iter().enumerate() {
             let mut executor = executor(&file, form, kv, 96);
             let what = format!("{name} {form:?} {kv:?}");
-            let sizes = [(0, 1), (13, 9), (30, 4), [(7, 40), (41, 64)][i % 2]];
-            trees::trees_are_their_paths(&mut executor, 290, &sizes, 3, &what);
+            let sizes = [(0, 1), (13, 9), (30, 4), (7, 40)];
+            let sizes = &sizes[..if i == 0 { 4 } else { 3 }];
+            trees::trees_are_their_paths(&mut executor, 290, sizes, 3, &what);
             trees::chains_are_plain(&mut executor, 290, &[(0, 5), (13, 20)], &what);
         }
     }
