@@ -13,7 +13,7 @@
 //! tables: the blocks of each chunk
 //! ```
 //!
-//! A chunk of the kernels is what [`lines()`] makes of one of the step: a tree becomes several.
+//! A tree becomes several chunks of the kernels.
 
 use std::{borrow::Cow, ops::Range, sync::Arc};
 
@@ -332,8 +332,8 @@ fn own_blocks(mask: u64, start: usize) -> Range<usize> {
     (start + mask.trailing_ones() as usize) / BLOCK..(start + mask.count_ones() as usize).div_ceil(BLOCK)
 }
 
-/// Lent blocks that a chunk at `start` needs.
-pub(super) fn tree_blocks(mask: &Mask, start: usize) -> usize {
+/// Lent blocks that a chunk at `start` with such a mask needs.
+pub fn tree_blocks(mask: &Mask, start: usize) -> usize {
     let Mask::Tree(masks) = mask else { return 0 };
     Paths::of(masks).ends.iter().map(|&end| own_blocks(masks[end], start).len()).sum()
 }
@@ -383,14 +383,13 @@ fn describe(kinds: &[Shape], all: &Lines, m: usize, slots: usize, processors: us
     }
     let copies = words.len();
     words.extend(all.copies.as_flattened());
-    for (i, table) in all.tables.iter().enumerate() {
-        let at = words.len() as u32;
-        for (place, line) in tables.iter().zip(lines.iter().cycle()) {
-            if line.table == i {
-                words[*place] = at;
-            }
-        }
+    let mut at = vec![];
+    for table in &all.tables {
+        at.push(words.len() as u32);
         words.extend_from_slice(table);
+    }
+    for (place, line) in tables.into_iter().zip(lines.iter().cycle()) {
+        words[place] = at[line.table];
     }
     (words, copies)
 }

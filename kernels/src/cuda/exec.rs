@@ -77,11 +77,12 @@ impl CudaPlan {
     pub fn of(file: &ModelFile, options: &CudaOptions, first: usize) -> CudaPlan {
         let form = options.form;
         let tensors = Model::tensors(file, first).count();
+        let block = CudaExecutor::block_bytes(file.spec(), options.kv, first);
         CudaPlan {
             weights: Model::bytes(file, form, first),
-            cache: CudaExecutor::block_bytes(file.spec(), options.kv, first)
-                .saturating_mul(options.blocks.saturating_add(options.tree_blocks)),
-            scratch: Forward::scratch(file, form, first, rows_of(options)) + tensors * ROUNDING + OTHER,
+            cache: block.saturating_mul(options.blocks),
+            scratch: (Forward::scratch(file, form, first, rows_of(options)) + tensors * ROUNDING + OTHER)
+                .saturating_add(block.saturating_mul(options.tree_blocks)),
         }
     }
 

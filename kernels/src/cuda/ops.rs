@@ -297,6 +297,9 @@ impl Ops {
         kv: &KvPool,
         layer: usize,
     ) -> Result<(), CudaError> {
+        if count == 0 {
+            return Ok(());
+        }
         let shape = kv.layer(layer);
         let (bytes, skip) = match kv.kind() {
             KvType::F16 => (2, 0),
@@ -312,7 +315,7 @@ impl Ops {
             row: (shape.head_dim * bytes) as u32,
             skip: skip as u32,
         });
-        let grid = [count.div_ceil(each.max(1)), shape.kv_heads, 1];
+        let grid = [count.div_ceil(each), shape.kv_heads, 1];
         // SAFETY: as in `norm`; places are of the pool's blocks.
         unsafe { self.device.launch(&self.copy_slots, grid, 64, 0, &mut args) }
     }
