@@ -15,7 +15,7 @@ use quern_models::{FloatType, ModelFile, Scheme, ZeroKind, spec::Norm};
 use support::{heads, int, made, plain};
 
 fn options(form: Form, kv: KvType, rows: usize) -> CudaOptions {
-    CudaOptions { ordinal: 0, blocks: 64, form, kv, rows }
+    CudaOptions { ordinal: 0, blocks: 64, form, kv, rows, tree_blocks: 0 }
 }
 
 fn executor(file: &Arc<ModelFile>, form: Form, kv: KvType, rows: usize) -> CudaExecutor {
@@ -49,6 +49,7 @@ fn memory_of_heads_is_counted() {
                 activations: None,
                 kv: KvType::F16,
                 rows: 64,
+                tree_blocks: 0,
                 gpu_layers: None,
             };
             // Whoever plans memory before there is an executor gets the same.
