@@ -37,7 +37,7 @@ use crate::{
 };
 
 fn options(form: Form, kv: KvType, rows: usize) -> CudaOptions {
-    CudaOptions { ordinal: 0, blocks: 64, form, kv, rows }
+    CudaOptions { ordinal: 0, blocks: 64, form, kv, rows, tree_blocks: 0 }
 }
 
 fn executor(file: &Arc<ModelFile>, form: Form, kv: KvType, rows: usize) -> CudaExecutor {
@@ -307,6 +307,7 @@ fn heads_that_do_not_fit_the_gpu_are_refused() {
         activations: None,
         kv: KvType::F16,
         rows: 8,
+        tree_blocks: 0,
         gpu_layers: Some(1),
     };
     let mut split = open(model.clone(), split, |_| {}).unwrap();
