@@ -307,7 +307,7 @@ impl Wanted {
     /// Tokens up to the one that follows, if tokens are wanted: their number is its position.
     fn history<'a>(&self, chunk: &Chunk<'a>, guesses: Guesses) -> Cow<'a, [u32]> {
         match chunk.output {
-            Output::Tokens { history, .. } => chunk.history(history, self.token, guesses.ahead()),
+            Output::Tokens { history, .. } => chunk.history(history, self.token, 1 + guesses.ahead()),
             _ => Cow::Borrowed(&[]),
         }
     }
