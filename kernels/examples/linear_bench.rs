@@ -15,8 +15,6 @@ use std::time::{Duration, Instant};
 
 const SHAPES: [(usize, usize); 5] = [(576, 576), (1536, 576), (576, 1536), (49152, 576), (8192, 2048)];
 const BATCHES: [usize; 8] = [1, 2, 4, 8, 16, 32, 64, 256];
-/// Activation rows per call: what a (panel, rows) work unit of a prefill is.
-const CHUNK: usize = 32;
 
 fn main() {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -89,9 +87,9 @@ fn run(isa: &Isa, name: &str, scheme: Scheme, mode: Mode, (n, k, m): (usize, usi
     let x: Vec<f32> = (0..m * k).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
     acts.write(isa, &x);
     let mut scratch = Scratch::new();
-    let mut tile = vec![0f32; CHUNK * PANEL];
+    let mut tile = vec![0f32; isa.rows * PANEL];
     let (best, median) = time(|| {
-        for rows in (0..m).step_by(CHUNK).map(|r| r..(r + CHUNK).min(m)) {
+        for rows in (0..m).step_by(isa.rows).map(|r| r..(r + isa.rows).min(m)) {
             for panel in 0..view.panels() {
                 let tile = &mut tile[..rows.len() * PANEL];
                 linear_panel(isa, &view, &acts, mode, panel, rows.clone(), tile, &mut scratch);

@@ -17,7 +17,7 @@ pub enum Level {
     Scalar,
     /// AVX2, FMA, F16C.
     Avx2,
-    /// The above and AVX-512 F, BW, VL, VNNI.
+    /// The above and AVX-512 F, BW, DQ, VL, VNNI; with or without AMX.
     Avx512,
     /// Armv8 NEON with dot products.
     Neon,
@@ -54,12 +54,16 @@ pub struct Isa {
     pub(crate) int8_f32: IntLinear,
     pub(crate) float: FloatLinear,
     pub(crate) peak: Peak,
-    /// Kernels of integer weights compute the wanted strips of a panel only.
+    /// Kernels of integer weights compute the wanted half of a panel only.
     pub(crate) strips: bool,
+    /// Most activation rows of a unit of work: what a panel's codes are unpacked for.
+    pub rows: usize,
 }
 
 /// Compiled for this architecture, fastest first.
 static TABLES: &[&Isa] = &[
+    #[cfg(target_arch = "x86_64")]
+    &super::avx512::amx::ISA,
     #[cfg(target_arch = "x86_64")]
     &super::avx512::ISA,
     #[cfg(target_arch = "x86_64")]

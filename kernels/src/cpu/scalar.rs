@@ -19,6 +19,7 @@ pub(crate) static ISA: Isa = Isa {
     float,
     peak,
     strips: false,
+    rows: 32,
 };
 
 /// # Safety

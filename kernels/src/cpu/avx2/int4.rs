@@ -53,8 +53,7 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
 ) {
     let block = QUADS * 4;
     let sweep = Z == FP4 && rows.len() >= SWEEP;
-    // One or two rows use each scale once or twice: widening them beforehand would cost as much as using them.
-    let in_place = rows.len() <= 2 && w.scale == FloatType::F16 && w.supers.is_empty() && w.mini.is_none();
+    let in_place = rows.len() <= SCALES_AT_MOST && w.scale == FloatType::F16 && w.supers.is_empty() && w.mini.is_none();
     scratch.bytes.reserve(4 * STRIP);
     tile.fill(0.0);
     middles(w, 0, &mut scratch.meta);
@@ -78,7 +77,7 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
             };
             let passes = rows.len() / MR * strips + last;
             let lines = count * QUADS * 2;
-            let mut ahead = Ahead { at: codes.wrapping_add(AHEAD), left: lines, each: lines.div_ceil(passes * count) };
+            let mut ahead = Ahead::new(codes, lines, passes * count);
             if sweep {
                 for strip in w.strips.clone() {
                     for first in rows.clone().step_by(MR) {
@@ -155,27 +154,6 @@ fn nibbles<const Z: u8>(v: __m256i) -> [__m256i; 2] {
     if Z == FP4 { [e2m1(codes[0]), e2m1(codes[1])] } else { codes }
 }
 
-/// The cache lines of the next span, asked for a few at a time: more at once than the cache can have outstanding would
-/// stop the loads between them, and computing would wait for memory instead of hiding it.
-struct Ahead {
-    at: *const u8,
-    left: usize,
-    /// Lines for each block of columns that is computed.
-    each: usize,
-}
-
-impl Ahead {
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn ask(&mut self) {
-        for _ in 0..self.each.min(self.left) {
-            prefetch(self.at);
-            self.at = self.at.wrapping_add(64);
-            self.left -= 1;
-        }
-    }
-}
-
 /// One block of activation rows against one span.
 struct Span<'a> {
     w: &'a IntPanel<'a>,
@@ -225,7 +203,7 @@ impl Span<'_> {
                 for n in 0..N {
                     for h in 0..2 {
                         let c = (strip + n) * 16 + h * 8;
-                        let of = if R <= 2 && self.in_place {
+                        let of = if R <= SCALES_AT_MOST && self.in_place {
                             let g = (self.b0 + i) * QUADS * 4 / self.w.group;
                             Factors::halves::<Z>(self.w, g, self.meta, *slot, c)
                         } else {

@@ -35,6 +35,7 @@ pub(crate) static ISA: Isa = Isa {
     float: float::panel,
     peak: dots::peak,
     strips: true,
+    rows: 32,
 };
 
 pub(super) fn detected() -> bool {
@@ -46,6 +47,37 @@ const AHEAD: usize = 4096;
 
 /// The same for scales.
 const SCALES_AHEAD: usize = 1024;
+
+/// Up to so many activation rows read scales in place: they use each once or twice, and widening them beforehand would
+/// cost as much as using them.
+pub(super) const SCALES_AT_MOST: usize = 2;
+
+/// The cache lines of the next span, asked for a few at a time: more at once than the cache can have outstanding would
+/// stop the loads between them, and computing would wait for memory instead of hiding it.
+pub(super) struct Ahead {
+    at: *const u8,
+    left: usize,
+    /// Lines for each block of columns that is computed.
+    each: usize,
+}
+
+impl Ahead {
+    /// For `lines` from [`AHEAD`] after `codes` on, over so many calls of [`Ahead::ask`].
+    pub fn new(codes: *const u8, lines: usize, calls: usize) -> Ahead {
+        Ahead { at: codes.wrapping_add(AHEAD), left: lines, each: lines.div_ceil(calls) }
+    }
+
+    /// Asks for the next few.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub fn ask(&mut self) {
+        for _ in 0..self.each.min(self.left) {
+            prefetch(self.at);
+            self.at = self.at.wrapping_add(64);
+            self.left -= 1;
+        }
+    }
+}
 
 /// Asks for the cache line at `p`, which need not exist.
 #[inline]
@@ -132,7 +164,7 @@ pub(super) fn widen(w: &IntPanel, b0: usize, count: usize, bias: i32, meta: &mut
 
 /// [`widen`]; scales and minima only if `wide`.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn slots(w: &IntPanel, b0: usize, count: usize, bias: i32, wide: bool, meta: &mut Meta) {
+pub(super) fn slots(w: &IntPanel, b0: usize, count: usize, bias: i32, wide: bool, meta: &mut Meta) {
     let mut slot = 0;
     for i in 0..count {
         let g = (b0 + i) * w.block / w.group;
@@ -229,9 +261,9 @@ fn e2m1(codes: __m256i) -> __m256i {
 }
 
 /// Zero kinds as const generics, which cannot be a [`ZeroKind`].
-const MID: u8 = 0;
-const CODE: u8 = 1;
-const MIN: u8 = 2;
+pub(super) const MID: u8 = 0;
+pub(super) const CODE: u8 = 1;
+pub(super) const MIN: u8 = 2;
 /// The middle code of e2m1, whose codes are looked up.
 const FP4: u8 = 3;
 

@@ -38,6 +38,7 @@ pub(crate) static ISA: Isa = Isa {
     float: float::panel,
     peak: dot_peak,
     strips: false,
+    rows: 32,
 };
 
 pub(crate) static I8MM: Isa = Isa {

@@ -17,9 +17,6 @@ use crate::{
     team::{Disjoint, Team, split},
 };
 
-/// Most activation rows of one unit of a linear layer: what a panel's weights are unpacked for.
-const ROWS: usize = 32;
-
 /// With at least so many panels a thread, a panel more or less for one of them does not matter.
 const MANY_PANELS: usize = 16;
 
@@ -79,7 +76,7 @@ impl Linear<'_> {
         };
         let m = acts.m();
         if !halves || m > FEW_ROWS || panels >= MANY_PANELS * self.team.threads() {
-            return Self::units(self.team, self.regions, panels, m, &|t, panel, rows| f(t, panel, 0..STRIPS, rows));
+            return Self::units(isa, self.team, self.regions, panels, m, &|t, panel, rows| f(t, panel, 0..STRIPS, rows));
         }
         let halves = Halves::new(panels, self.team.threads());
         *self.regions += 1;
@@ -92,8 +89,9 @@ impl Linear<'_> {
     /// Runs `f(thread, panel, rows)` so that every panel meets every row once.
     ///
     /// Few rows: a contiguous share of the panels per thread, as the memory likes it, and threads that are done
-    /// take over from others. Many: units of up to 32 rows, taken by whoever is free.
+    /// take over from others. Many: units of some rows, taken by whoever is free.
     pub fn units(
+        isa: &Isa,
         team: &Team,
         regions: &mut usize,
         panels: usize,
@@ -104,7 +102,7 @@ impl Linear<'_> {
             *regions += 1;
             return team.deal(panels, &|t, panel| f(t, panel, 0..m));
         }
-        let chunks = m.div_ceil(ROWS);
+        let chunks = m.div_ceil(isa.rows);
         // Chunks of equal length rather than a short last one; starts stay multiples of MR.
         let rows = m.div_ceil(chunks).next_multiple_of(MR);
         let next = AtomicUsize::new(0);

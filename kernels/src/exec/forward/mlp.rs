@@ -20,7 +20,7 @@ impl Forward {
         let (isa, simd, mode, kind) = (self.isa, self.simd, self.mode, tensors.act);
         let (acts, inner) = (&self.bufs.acts, &self.bufs.inner);
         let threads = PerThread::new(&mut self.bufs.threads);
-        Linear::units(&self.team, &mut self.regions, up.panels(), m, &|t, panel, rows| {
+        Linear::units(isa, &self.team, &mut self.regions, up.panels(), m, &|t, panel, rows| {
             // SAFETY: `units` gives each thread its own number.
             let buf = unsafe { threads.get(t) };
             buf.tile.resize(rows.len() * PANEL, 0.0);
