@@ -10,14 +10,16 @@ use super::scalar;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-/// Instruction sets that kernels are written for. Each includes what those above it need.
+/// Instruction sets that kernels are written for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Level {
     /// Plain Rust.
     Scalar,
     /// AVX2, FMA, F16C.
     Avx2,
-    /// The above and AVX-512 F, BW, DQ, VL, VNNI; with or without AMX.
+    /// The above and AVX-VNNI.
+    AvxVnni,
+    /// Those of `Avx2` and AVX-512 F, BW, DQ, VL, VNNI; with or without AMX.
     Avx512,
     /// Armv8 NEON with dot products.
     Neon,
@@ -67,6 +69,8 @@ static TABLES: &[&Isa] = &[
     #[cfg(target_arch = "x86_64")]
     &super::avx512::ISA,
     #[cfg(target_arch = "x86_64")]
+    &super::avx2::vnni::ISA,
+    #[cfg(target_arch = "x86_64")]
     &super::avx2::ISA,
     #[cfg(target_arch = "aarch64")]
     &super::neon::I8MM,
@@ -91,13 +95,18 @@ impl Isa {
     pub fn simd(&self) -> Simd {
         match self.level {
             Level::Scalar => Simd::PORTABLE,
-            Level::Avx2 | Level::Avx512 | Level::Neon | Level::NeonI8mm => Simd::detect(),
+            Level::Avx2 | Level::AvxVnni | Level::Avx512 | Level::Neon | Level::NeonI8mm => Simd::detect(),
         }
     }
 
-    /// Every table that this machine can run, fastest first, the never executed ones included.
+    /// Every table of this program, fastest first.
+    pub fn compiled() -> impl Iterator<Item = &'static Isa> {
+        TABLES.iter().copied()
+    }
+
+    /// Those that this machine can run, the never executed ones included.
     pub fn available() -> impl Iterator<Item = &'static Isa> {
-        TABLES.iter().copied().filter(|isa| (isa.detected)())
+        Isa::compiled().filter(|isa| (isa.detected)())
     }
 
     /// The table of that name, if this machine can run it.

@@ -19,22 +19,30 @@ const SWEEP: usize = 24;
 /// Bytes of an unpacked span of 16 rows.
 const STRIP: usize = 16 * SPAN;
 
+/// `V`: with AVX-VNNI.
+///
 /// # Safety
-/// AVX2, FMA, F16C exist; shapes as [`crate::cpu::linear::linear_panel`] checks them.
+/// AVX2, FMA, F16C exist, and AVX-VNNI with `V`; shapes as [`crate::cpu::linear::linear_panel`] checks them.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
+pub(super) unsafe fn panel<const V: bool>(
+    w: &IntPanel,
+    a: &Acts,
+    rows: Range<usize>,
+    tile: &mut [f32],
+    scratch: &mut Scratch,
+) {
     let a = a.int8(w.block);
     // SAFETY: the caller's promises.
     unsafe {
         match (w.zero, w.block) {
-            (ZeroKind::Mid, 32) if w.mini.is_some() => spans::<FP4, 8>(w, a, rows, tile, scratch),
-            (ZeroKind::Mid, _) if w.mini.is_some() => spans::<FP4, 4>(w, a, rows, tile, scratch),
-            (ZeroKind::Mid, 32) => spans::<MID, 8>(w, a, rows, tile, scratch),
-            (ZeroKind::Mid, _) => spans::<MID, 4>(w, a, rows, tile, scratch),
-            (ZeroKind::Code, 32) => spans::<CODE, 8>(w, a, rows, tile, scratch),
-            (ZeroKind::Code, _) => spans::<CODE, 4>(w, a, rows, tile, scratch),
-            (ZeroKind::Min, 32) => spans::<MIN, 8>(w, a, rows, tile, scratch),
-            (ZeroKind::Min, _) => spans::<MIN, 4>(w, a, rows, tile, scratch),
+            (ZeroKind::Mid, 32) if w.mini.is_some() => spans::<false, FP4, 8>(w, a, rows, tile, scratch),
+            (ZeroKind::Mid, _) if w.mini.is_some() => spans::<false, FP4, 4>(w, a, rows, tile, scratch),
+            (ZeroKind::Mid, 32) => spans::<V, MID, 8>(w, a, rows, tile, scratch),
+            (ZeroKind::Mid, _) => spans::<V, MID, 4>(w, a, rows, tile, scratch),
+            (ZeroKind::Code, 32) => spans::<V, CODE, 8>(w, a, rows, tile, scratch),
+            (ZeroKind::Code, _) => spans::<V, CODE, 4>(w, a, rows, tile, scratch),
+            (ZeroKind::Min, 32) => spans::<V, MIN, 8>(w, a, rows, tile, scratch),
+            (ZeroKind::Min, _) => spans::<V, MIN, 4>(w, a, rows, tile, scratch),
         }
     }
 }
@@ -44,7 +52,7 @@ pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mu
 /// # Safety
 /// As [`panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn spans<const Z: u8, const QUADS: usize>(
+unsafe fn spans<const V: bool, const Z: u8, const QUADS: usize>(
     w: &IntPanel,
     a: &Int8,
     rows: Range<usize>,
@@ -85,10 +93,10 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
                         let at = Span { w, a, first, b0, count, in_place, meta: &scratch.meta };
                         let bytes = bytes.add(strip * STRIP);
                         match (rows.end - first).min(MR) {
-                            1 => at.rows::<Z, QUADS, false, 1, 1>(bytes, strip, &mut ahead, y),
-                            2 => at.rows::<Z, QUADS, false, 1, 2>(bytes, strip, &mut ahead, y),
-                            3 => at.rows::<Z, QUADS, false, 1, 3>(bytes, strip, &mut ahead, y),
-                            _ => at.rows::<Z, QUADS, false, 1, 4>(bytes, strip, &mut ahead, y),
+                            1 => at.rows::<V, Z, QUADS, false, 1, 1>(bytes, strip, &mut ahead, y),
+                            2 => at.rows::<V, Z, QUADS, false, 1, 2>(bytes, strip, &mut ahead, y),
+                            3 => at.rows::<V, Z, QUADS, false, 1, 3>(bytes, strip, &mut ahead, y),
+                            _ => at.rows::<V, Z, QUADS, false, 1, 4>(bytes, strip, &mut ahead, y),
                         }
                     }
                 }
@@ -99,22 +107,22 @@ unsafe fn spans<const Z: u8, const QUADS: usize>(
                 let at = Span { w, a, first, b0, count, in_place, meta: &scratch.meta };
                 let mb = (rows.end - first).min(MR);
                 if mb == 1 && w.strips == (0..4) {
-                    at.rows::<Z, QUADS, true, 4, 1>(codes, 0, &mut ahead, y);
+                    at.rows::<V, Z, QUADS, true, 4, 1>(codes, 0, &mut ahead, y);
                     continue;
                 }
                 let mut strip = w.strips.start;
                 while strip < w.strips.end {
                     let codes = codes.add(strip * 32);
                     if mb == 2 && strip.is_multiple_of(2) && strip + 1 < w.strips.end {
-                        at.rows::<Z, QUADS, true, 2, 2>(codes, strip, &mut ahead, y);
+                        at.rows::<V, Z, QUADS, true, 2, 2>(codes, strip, &mut ahead, y);
                         strip += 2;
                         continue;
                     }
                     match mb {
-                        1 => at.rows::<Z, QUADS, true, 1, 1>(codes, strip, &mut ahead, y),
-                        2 => at.rows::<Z, QUADS, true, 1, 2>(codes, strip, &mut ahead, y),
-                        3 => at.rows::<Z, QUADS, true, 1, 3>(codes, strip, &mut ahead, y),
-                        _ => at.rows::<Z, QUADS, true, 1, 4>(codes, strip, &mut ahead, y),
+                        1 => at.rows::<V, Z, QUADS, true, 1, 1>(codes, strip, &mut ahead, y),
+                        2 => at.rows::<V, Z, QUADS, true, 1, 2>(codes, strip, &mut ahead, y),
+                        3 => at.rows::<V, Z, QUADS, true, 1, 3>(codes, strip, &mut ahead, y),
+                        _ => at.rows::<V, Z, QUADS, true, 1, 4>(codes, strip, &mut ahead, y),
                     }
                     strip += 1;
                 }
@@ -177,7 +185,14 @@ impl Span<'_> {
     /// The rows and blocks are in `a`, the span's weights at `w`; `y` has `R` rows.
     #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn rows<const Z: u8, const QUADS: usize, const PACKED: bool, const N: usize, const R: usize>(
+    unsafe fn rows<
+        const V: bool,
+        const Z: u8,
+        const QUADS: usize,
+        const PACKED: bool,
+        const N: usize,
+        const R: usize,
+    >(
         &self,
         w: *const u8,
         strip: usize,
@@ -199,7 +214,11 @@ impl Span<'_> {
                 if PACKED {
                     ahead.ask();
                 }
-                let t = dots::<Z, QUADS, PACKED, N, R>(w, q, middles);
+                let t = if V {
+                    vnni::nibbles::<Z, QUADS, N, R>(w, q, sums)
+                } else {
+                    dots::<Z, QUADS, PACKED, N, R>(w, q, middles)
+                };
                 for n in 0..N {
                     for h in 0..2 {
                         let c = (strip + n) * 16 + h * 8;

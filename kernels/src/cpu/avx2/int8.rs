@@ -12,17 +12,25 @@ use std::ops::Range;
 /// From this many rows on, strips of weight rows go outermost.
 const SWEEP: usize = 24;
 
+/// `V`: with AVX-VNNI.
+///
 /// # Safety
-/// AVX2, FMA, F16C exist; shapes as [`crate::cpu::linear::linear_panel`] checks them.
+/// AVX2, FMA, F16C exist, and AVX-VNNI with `V`; shapes as [`crate::cpu::linear::linear_panel`] checks them.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
+pub(super) unsafe fn panel<const V: bool>(
+    w: &IntPanel,
+    a: &Acts,
+    rows: Range<usize>,
+    tile: &mut [f32],
+    scratch: &mut Scratch,
+) {
     let a = a.int8(w.block);
     // SAFETY: the caller's promises.
     unsafe {
         match w.zero {
-            ZeroKind::Mid => spans::<MID>(w, a, rows, tile, scratch),
-            ZeroKind::Code => spans::<CODE>(w, a, rows, tile, scratch),
-            ZeroKind::Min => spans::<MIN>(w, a, rows, tile, scratch),
+            ZeroKind::Mid => spans::<V, MID>(w, a, rows, tile, scratch),
+            ZeroKind::Code => spans::<V, CODE>(w, a, rows, tile, scratch),
+            ZeroKind::Min => spans::<V, MIN>(w, a, rows, tile, scratch),
         }
     }
 }
@@ -30,7 +38,13 @@ pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mu
 /// # Safety
 /// As [`panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn spans<const Z: u8>(w: &IntPanel, a: &Int8, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
+unsafe fn spans<const V: bool, const Z: u8>(
+    w: &IntPanel,
+    a: &Int8,
+    rows: Range<usize>,
+    tile: &mut [f32],
+    scratch: &mut Scratch,
+) {
     let block = a.block();
     tile.fill(0.0);
     middles(w, 128, &mut scratch.meta);
@@ -50,11 +64,11 @@ unsafe fn spans<const Z: u8>(w: &IntPanel, a: &Int8, rows: Range<usize>, tile: &
                 unsafe {
                     let y = tile.as_mut_ptr().add((first - rows.start) * PANEL);
                     match (rows.end - first).min(MR) {
-                        1 if step == 4 => at.rows::<Z, 8, 1>(codes, 0..8, ahead, y),
-                        1 => at.rows::<Z, 2, 1>(codes, vectors.clone(), ahead, y),
-                        2 => at.rows::<Z, 2, 2>(codes, vectors.clone(), ahead, y),
-                        3 => at.rows::<Z, 2, 3>(codes, vectors.clone(), ahead, y),
-                        _ => at.rows::<Z, 2, 4>(codes, vectors.clone(), ahead, y),
+                        1 if step == 4 => at.rows::<V, Z, 8, 1>(codes, 0..8, ahead, y),
+                        1 => at.rows::<V, Z, 2, 1>(codes, vectors.clone(), ahead, y),
+                        2 => at.rows::<V, Z, 2, 2>(codes, vectors.clone(), ahead, y),
+                        3 => at.rows::<V, Z, 2, 3>(codes, vectors.clone(), ahead, y),
+                        _ => at.rows::<V, Z, 2, 4>(codes, vectors.clone(), ahead, y),
                     }
                 }
             }
@@ -80,7 +94,7 @@ impl Span<'_> {
     /// # Safety
     /// The rows and blocks are in `a`, the span's codes at `w`; `y` has `R` rows.
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn rows<const Z: u8, const N: usize, const R: usize>(
+    unsafe fn rows<const V: bool, const Z: u8, const N: usize, const R: usize>(
         &self,
         w: *const u8,
         vectors: Range<usize>,
@@ -95,7 +109,9 @@ impl Span<'_> {
             for v in vectors.clone().step_by(N) {
                 // SAFETY: the caller's promises; a meta row has 64 elements.
                 unsafe {
-                    let t = dots::<N, R>(w.add(v * 32), q, self.block / 4, ahead);
+                    let (w, quads) = (w.add(v * 32), self.block / 4);
+                    let t =
+                        if V { sums_of::<N, R>(w, q, sums, quads, ahead) } else { dots::<N, R>(w, q, quads, ahead) };
                     for n in 0..N {
                         let c = (v + n) * 8;
                         let of = Factors::wide(self.meta, *slot, c);
@@ -117,6 +133,33 @@ impl Span<'_> {
             (sa, sums) = (sa.wrapping_add(m), sums.wrapping_add(m));
         }
     }
+}
+
+/// [`dots`] with AVX-VNNI.
+///
+/// # Safety
+/// As [`dots`]; AVX-VNNI exists, `sums` has the rows.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn sums_of<const N: usize, const R: usize>(
+    w: *const u8,
+    a: *const i8,
+    sums: *const i32,
+    quads: usize,
+    ahead: usize,
+) -> [[__m256i; N]; R] {
+    let mut total = [[_mm256_setzero_si256(); N]; R];
+    for n in (0..N).step_by(2) {
+        if ahead > 0 {
+            (0..quads).for_each(|q| prefetch(w.wrapping_add(q * 256 + n * 32 + ahead)));
+        }
+        // SAFETY: the caller's promise.
+        let pair = unsafe { vnni::bytes::<R>(w.wrapping_add(n * 32), a, sums, quads) };
+        for r in 0..R {
+            (total[r][n], total[r][n + 1]) = (pair[r][0], pair[r][1]);
+        }
+    }
+    total
 }
 
 /// `sum((q - 128) * a)` over one activation block of `quads` quads: `[row][vector]`, 8 outputs each.

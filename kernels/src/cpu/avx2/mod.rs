@@ -2,7 +2,7 @@
 //!
 //! A 32-byte load of P64 codes holds 4 consecutive columns of 8 rows, one row per 32-bit lane, so
 //! a lane is an output and no sum ever crosses lanes. Files: [`int4`] and [`int8`] with int8
-//! activations, [`exact`] for weights of codes with f32 activations, [`float`], [`quantize`].
+//! activations, [`exact`] for weights of codes with f32 activations, [`float`], [`quantize`]; [`vnni`] is a table of its own.
 //! Legend: `w` weights, `a` int8 activations, `x` f32 ones, `s` scales, `z` zero codes, `m` minima,
 //! `y` outputs, `b` activation block, `r` activation row.
 
@@ -15,6 +15,7 @@ mod float;
 mod int4;
 mod int8;
 mod quantize;
+pub(super) mod vnni;
 
 use super::isa::{Isa, Level};
 use super::linear::{IntPanel, Meta};
@@ -28,9 +29,9 @@ pub(crate) static ISA: Isa = Isa {
     executed: true,
     detected,
     quantize: quantize::block,
-    int4_int8: int4::panel,
+    int4_int8: int4::panel::<false>,
     int4_f32: exact::panel,
-    int8_int8: int8::panel,
+    int8_int8: int8::panel::<false>,
     int8_f32: exact::panel,
     float: float::panel,
     peak: dots::peak,

@@ -23,8 +23,11 @@ use std::ops::Range;
 pub(crate) static ISA: Isa =
     Isa { name: "amx", detected, int4_int8: panel, int8_int8: panel, peak, rows: 128, ..super::ISA };
 
-/// Fewer rows than this are left to `vpdpbusd`: unpacking a span costs as much as it computes for so many.
-const LEAST: usize = 6;
+/// Fewer rows of a tile than this are left to `vpdpbusd`: a tile takes as long as so many.
+const LEAST: usize = 12;
+
+/// Fewer rows than this in all are left to it, too: unpacking a span costs as much as what is gained.
+const FEW: usize = 24;
 
 /// Rows of a tile: of activations, and weight rows of a vector.
 const TILE: usize = 16;
@@ -73,11 +76,20 @@ fn permitted() -> bool {
 /// The instructions of [`ISA`] exist; shapes as [`crate::cpu::linear::linear_panel`] checks them.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
 unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
-    if rows.len() < LEAST {
-        // SAFETY: the caller's promises.
-        return unsafe { ints::panel(w, a, rows, tile, scratch) };
+    let end = match rows.len() % TILE {
+        _ if rows.len() < FEW => rows.start,
+        part if part < LEAST => rows.end - part,
+        _ => rows.end,
+    };
+    let (tile, rest) = tile.split_at_mut((end - rows.start) * PANEL);
+    if end < rows.end {
+        // SAFETY: the caller's promises; `end` is a multiple of `TILE` from the start, so of `MR`.
+        unsafe { ints::panel(w, a, end..rows.end, rest, scratch) };
     }
-    let of = Panel { w, a: a.int8(w.block), rows };
+    if tile.is_empty() {
+        return;
+    }
+    let of = Panel { w, a: a.int8(w.block), rows: rows.start..end };
     // SAFETY: the caller's promises.
     unsafe {
         match (w.bits, w.mini.is_some(), w.zero) {

@@ -28,8 +28,7 @@ const SCALES_AT_MOST: usize = 1;
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
     let a = a.int8(w.block);
-    let in_place =
-        rows.len() <= SCALES_AT_MOST && w.scale == FloatType::F16 && w.supers.is_empty() && w.mini.is_none();
+    let in_place = rows.len() <= SCALES_AT_MOST && w.scale == FloatType::F16 && w.supers.is_empty() && w.mini.is_none();
     let of = Panel { w, a, rows };
     // SAFETY: the caller's promises; scales are read in place only if they are plain f16.
     unsafe {
@@ -83,7 +82,11 @@ impl Panel<'_> {
     /// # Safety
     /// As [`panel`]; `K`, `Z` and `QUADS` are the weight's; with `P` its scales are f16 and not nested.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-    unsafe fn spans<const K: u8, const Z: u8, const QUADS: usize, const P: bool>(&self, tile: &mut [f32], scratch: &mut Scratch) {
+    unsafe fn spans<const K: u8, const Z: u8, const QUADS: usize, const P: bool>(
+        &self,
+        tile: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
         let (w, a, rows) = (self.w, self.a, self.rows.clone());
         let (block, quad) = (QUADS * 4, if K == INT8 { 256 } else { 128 });
         let halves = w.strips.start / 2..w.strips.end.div_ceil(2);
@@ -239,14 +242,7 @@ impl Span<'_> {
     /// The rows and blocks are in `a`, the span's codes at `w`; `y` has `R` rows.
     #[inline(never)]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-    unsafe fn rows<
-        const K: u8,
-        const Z: u8,
-        const QUADS: usize,
-        const P: bool,
-        const N: usize,
-        const R: usize,
-    >(
+    unsafe fn rows<const K: u8, const Z: u8, const QUADS: usize, const P: bool, const N: usize, const R: usize>(
         &self,
         w: *const u8,
         first: usize,

@@ -76,7 +76,9 @@ impl Linear<'_> {
         };
         let m = acts.m();
         if !halves || m > FEW_ROWS || panels >= MANY_PANELS * self.team.threads() {
-            return Self::units(isa, self.team, self.regions, panels, m, &|t, panel, rows| f(t, panel, 0..STRIPS, rows));
+            return Self::units(isa, self.team, self.regions, panels, m, &|t, panel, rows| {
+                f(t, panel, 0..STRIPS, rows)
+            });
         }
         let halves = Halves::new(panels, self.team.threads());
         *self.regions += 1;
