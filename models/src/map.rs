@@ -60,7 +60,11 @@ fn map(file: &File, options: MmapOptions) -> io::Result<Mmap> {
     // SAFETY: the map is read-only. Our own writer never changes a file in place (it writes a
     // sibling and renames), so the bytes stay as they are unless another program truncates the
     // file while it is in use, which no user of a shared map can prevent.
-    unsafe { options.map(file) }
+    let map = unsafe { options.map(file) }?;
+    // Advice: where there are no huge pages, the map works as well. What is read from the disk comes in huge pages then.
+    #[cfg(target_os = "linux")]
+    let _ = map.advise(memmap2::Advice::HugePage);
+    Ok(map)
 }
 
 impl Deref for Mapped {

@@ -1,10 +1,6 @@
 //! One file of two: a model, and behind it a small one that writes ahead of it.
 
-use std::{
-    fs,
-    io::{self, Write},
-    path::Path,
-};
+use std::{fs, path::Path};
 
 use byteorder::{ByteOrder, LittleEndian as LE};
 
@@ -12,6 +8,7 @@ use super::{
     FormatError, ModelFile,
     layout::{DRAFT, FIXED_LEN},
     reader::header_hash,
+    whole::WholeWriter,
     writer::{create_sibling, destination},
 };
 
@@ -22,14 +19,13 @@ pub fn join(model: &ModelFile, draft: &ModelFile, path: &Path) -> Result<(), For
     let path = &destination(path).map_err(|source| FormatError::Io { path: path.into(), source })?;
     let (temp, file) = create_sibling(path)?;
     let write = || {
-        let mut file = io::BufWriter::with_capacity(1 << 20, file);
+        let mut file = WholeWriter::new(file);
         for (of, required, len) in [(model, DRAFT, all), (draft, 0, draft.file_len())] {
             let (header, tensors) = of.own().split_at(of.header_len() as usize);
-            file.write_all(&changed(header, required, len))?;
-            file.write_all(tensors)?;
+            file.put(&changed(header, required, len))?;
+            file.put(tensors)?;
         }
-        file.flush()?;
-        file.get_ref().sync_all()
+        file.end()?.sync_all()
     };
     let written = write().and_then(|()| fs::rename(&temp, path));
     written.map_err(|source| {

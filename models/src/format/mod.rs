@@ -3,6 +3,7 @@
 mod join;
 mod layout;
 mod reader;
+mod whole;
 mod writer;
 
 use std::{io, path::PathBuf};

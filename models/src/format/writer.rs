@@ -5,7 +5,7 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Seek, SeekFrom, Write},
+    io,
     path::{Path, PathBuf},
 };
 
@@ -15,6 +15,7 @@ use super::{
     FormatError, TensorInfo,
     layout::{FIXED_LEN, Fixed, MAX_NAME, PAGE, SECTION_LEN, Section, SectionKind},
     reader::header_hash,
+    whole::WholeWriter,
 };
 use crate::{
     Scheme,
@@ -50,7 +51,7 @@ pub struct TensorPlan {
 /// Writes one file; see the module's text. Dropped before [`finish`](Self::finish), it leaves nothing.
 #[derive(Debug)]
 pub struct FileWriter {
-    file: io::BufWriter<File>,
+    file: WholeWriter,
     temp: PathBuf,
     path: PathBuf,
     header: Vec<u8>,
@@ -113,7 +114,7 @@ impl FileWriter {
         let (temp, file) = create_sibling(path)?;
         let io_error = |source| FormatError::Io { path: temp.clone(), source };
         let mut writer = FileWriter {
-            file: io::BufWriter::with_capacity(1 << 20, file),
+            file: WholeWriter::new(file),
             temp: temp.clone(),
             path: path.into(),
             header,
@@ -124,7 +125,7 @@ impl FileWriter {
         };
         // The header's place stays zero until finish(): an interrupted file cannot be taken for a whole one.
         let zeros = vec![0; writer.header.len()];
-        writer.file.write_all(&zeros).map_err(io_error)?;
+        writer.file.put(&zeros).map_err(io_error)?;
         Ok(writer)
     }
 
@@ -148,8 +149,8 @@ impl FileWriter {
         hash.update(padding);
         info.hash = hash.digest();
         let io_error = |source| FormatError::Io { path: self.temp.clone(), source };
-        self.file.write_all(bytes).map_err(io_error)?;
-        self.file.write_all(padding).map_err(io_error)?;
+        self.file.put(bytes).map_err(io_error)?;
+        self.file.put(padding).map_err(io_error)?;
         self.written += 1;
         Ok(())
     }
@@ -165,16 +166,15 @@ impl FileWriter {
         let hash = header_hash(&self.header);
         self.header[FIXED_LEN - 8..FIXED_LEN].copy_from_slice(&hash.to_le_bytes());
         let io_error = |source| FormatError::Io { path: self.temp.clone(), source };
-        self.file.seek(SeekFrom::Start(0)).map_err(io_error)?;
-        self.file.write_all(&self.header).map_err(io_error)?;
-        self.file.flush().map_err(io_error)?;
+        self.file.end_with_start(&self.header).map_err(io_error)?;
         Ok(&self.temp)
     }
 
     /// Seals, writes through to the disk and gives the file its name.
     pub fn finish(mut self) -> Result<(), FormatError> {
         self.seal()?;
-        self.file.get_ref().sync_all().map_err(|source| FormatError::Io { path: self.temp.clone(), source })?;
+        let synced = self.file.end().and_then(File::sync_all);
+        synced.map_err(|source| FormatError::Io { path: self.temp.clone(), source })?;
         fs::rename(&self.temp, &self.path).map_err(|source| FormatError::Io { path: self.path.clone(), source })?;
         self.done = true;
         Ok(())
