@@ -1,7 +1,7 @@
 //! Plans are checked before a device uses them: a wrong one would write where it must not.
 
 use quern_models::{
-    ModelFile, ModelSpec,
+    ModelSpec,
     spec::{Head, HeadKind, States},
 };
 
@@ -124,18 +124,4 @@ pub(crate) fn check_move(block_ids: &[u32], from: &[usize], to: usize, blocks: u
         }
     }
     Ok(())
-}
-
-/// Refuses a head whose map names tokens that the model does not have.
-pub(crate) fn check_tokens(file: &ModelFile) -> Result<(), ExecError> {
-    let (Some(head), Some(index)) = (&file.spec().guesses, file.index("tokens")) else { return Ok(()) };
-    let view = file.view(index);
-    let known = |t: f32| t >= 0.0 && t < head.model_vocab as f32 && t.fract() == 0.0;
-    match (0..view.k).map(|i| view.at(0, i)).find(|&t| !known(t)) {
-        Some(token) => {
-            let (expected, got) = (format!("whole numbers below {}", head.model_vocab), token.to_string());
-            Err(ExecError::Head { what: "has a map of tokens", expected, got })
-        }
-        None => Ok(()),
-    }
 }

@@ -6,7 +6,7 @@ use quern_models::{ModelFile, ModelSpec, spec::HeadKind};
 
 use super::{
     ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Plan, Ready, Ticket,
-    check::{check, check_fed, check_head, check_move, check_tokens},
+    check::{check, check_fed, check_head, check_move},
     forward::Forward,
     kv_layers,
 };
@@ -128,7 +128,6 @@ impl Executor for CpuExecutor {
 
     fn head(&mut self, file: Arc<ModelFile>) -> Result<Box<dyn HeadExecutor>, ExecError> {
         check_head(self.forward.spec(), file.spec())?;
-        check_tokens(&file)?;
         let (layers, blocks, kind) = (kv_layers(file.spec()), self.blocks(), self.forward.kv().kind());
         let bytes = KvMemory::block_bytes(&layers, kind).saturating_mul(blocks);
         let head = file.spec().guesses.as_ref().expect("checked above");

@@ -13,7 +13,7 @@ mod forward;
 mod split;
 
 pub(crate) use angles::Angles;
-pub(crate) use check::{check, check_fed, check_head, check_move, check_tokens};
+pub(crate) use check::{check, check_fed, check_head, check_move};
 pub use cpu::{CpuExecutor, CpuHead, CpuOptions};
 pub use device::{Activations, Device, DeviceMemory, ExecOptions, HostMemory, block_bytes, device_memory, open};
 pub use split::SplitExecutor;

@@ -15,7 +15,7 @@ use quern_models::{
 use super::{CudaExecutor, CudaOptions, CudaPlan, Forward, KvPool, Model, Ready, Upload};
 use crate::{
     exec::{
-        ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Mask, Plan, check, check_fed, check_head, check_tokens,
+        ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Mask, Plan, check, check_fed, check_head,
         kv_layers,
     },
     sample::Sampled,
@@ -30,7 +30,6 @@ impl CudaExecutor {
     /// A head of this model; from the next step on the states that it reads are kept.
     pub(super) fn head_of(&mut self, file: Arc<ModelFile>) -> Result<CudaHead, ExecError> {
         check_head(self.forward.spec(), file.spec())?;
-        check_tokens(&file)?;
         let head = file.spec().guesses.as_ref().expect("checked above");
         let refused = |what, expected: &str, got: String| Err(ExecError::Head { what, expected: expected.into(), got });
         if let HeadKind::Block { .. } = head.kind {
