@@ -53,7 +53,8 @@ pub struct ConvertArgs {
     /// a .qrn file, too
     #[arg(long, value_name = "HEAD", conflicts_with = "draft")]
     head: Option<PathBuf>,
-    /// What a head's float weights become; that changes how often it guesses right, never the text [default: as --quant]
+    /// What a head's float weights become; that changes how often it guesses right, never the text [default: int8, int4
+    /// with --quant int4]
     #[arg(long, value_enum, value_name = "QUANT")]
     head_quant: Option<QuantArg>,
     /// SOURCE is a head of this .qrn file's model: make a file of its own, for --draft

@@ -119,7 +119,7 @@ pub(super) fn make(
     threads.run(|| share(&mut plan, model));
     plan.notes.iter().for_each(|n| progress.note(n));
     let meta = Meta {
-        provenance: plan.provenance(checkpoint, options.head_quant.unwrap_or(options.quant)),
+        provenance: plan.provenance(checkpoint, options.of_head()),
         spec: plan.family.spec.clone(),
         tokenizer: None,
         chat_template: None,

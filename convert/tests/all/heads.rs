@@ -283,7 +283,7 @@ fn copies_of_the_models_tensors_are_left_out() {
 }
 
 #[test]
-fn a_head_is_quantized_when_asked() {
+fn a_head_is_quantized_unless_asked_otherwise() {
     let case = Case::new("eagle3");
     let model = case.target("models/llama", Quant::Keep);
     let scheme = |options: &Options| {
@@ -291,13 +291,22 @@ fn a_head_is_quantized_when_asked() {
         ["layers.0.q", "head", "norm", "tokens"]
             .map(|name| file.tensors().iter().find(|t| t.name == name).unwrap().scheme.to_string())
     };
-    assert_eq!(scheme(&Options::default()), ["f16", "f16", "f16", "f32"]);
     let quant = |quant, head_quant| Options { quant, head_quant, ..Options::default() };
-    let [q, head, ..] = scheme(&quant(Quant::Keep, Some(Quant::Int4)));
-    assert!(q.starts_with("int4") && head.starts_with("int4"), "{q} {head}");
-    let [q, head, ..] = scheme(&quant(Quant::Int8, None));
-    assert!(q.starts_with("int8") && head.starts_with("int8"), "{q} {head}");
+    assert_eq!(scheme(&quant(Quant::Keep, Some(Quant::Keep))), ["f16", "f16", "f16", "f32"]);
     assert_eq!(scheme(&quant(Quant::Int8, Some(Quant::Keep)))[0], "f16");
+    let ways = [
+        (Quant::Keep, None, "int8"),
+        (Quant::F16, None, "int8"),
+        (Quant::Int8, None, "int8"),
+        (Quant::Int4, None, "int4"),
+        (Quant::Int4, Some(Quant::Int8), "int8"),
+        (Quant::Keep, Some(Quant::Int4), "int4"),
+    ];
+    for (model, head, expected) in ways {
+        let [q, lm_head, norm, tokens] = scheme(&quant(model, head));
+        assert!(q.starts_with(expected) && lm_head.starts_with(expected), "{model:?} {head:?}: {q} {lm_head}");
+        assert_eq!([norm, tokens], ["f16", "f32"]);
+    }
 }
 
 #[test]
