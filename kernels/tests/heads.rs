@@ -198,7 +198,7 @@ fn what_does_not_fit_is_refused() {
     let mut executor = executor(&model, Mode::F32, KvType::F32, 1);
     let error = |got: Result<Box<dyn HeadExecutor>, ExecError>| got.err().unwrap().to_string();
     assert!(error(executor.head(model.clone())).contains("expected a head, got a model"));
-    for (change, what) in [(0, "width"), (1, "model that has"), (2, "layers")] {
+    for (change, what) in [(0, "got 72, 290 and 2;"), (1, "vocabulary 291 and"), (2, "at least 3 layers")] {
         let mut spec = heads().remove(2).1;
         let head = spec.guesses.as_mut().unwrap();
         match change {
@@ -223,4 +223,10 @@ fn what_does_not_fit_is_refused() {
     assert!(guess(&[1], &Fed::Model(vec![&states[..72]]), &[1]).unwrap_err().contains("history"));
     assert!(guess(&[300], &Fed::Model(vec![&states[..72]]), &[0, 300]).unwrap_err().contains("below 290"));
     guess(&[1], &Fed::Model(vec![&states[..72]]), &[0, 1]).unwrap();
+    // A block has no trees.
+    let mut head = executor.head(made("fits-block", f16, f16, block_head())).unwrap();
+    let (mask, output) = (Mask::Tree(&[1, 3]), Output::None);
+    let chunk = Chunk { tokens: &[1, 7], start: 0, blocks: &[0], mask, output };
+    let error = head.guess(&Plan { chunks: vec![chunk] }, &Fed::Nothing).unwrap_err().to_string();
+    assert!(error.contains("mask: expected Causal or Full") && error.ends_with("got a tree"), "{error}");
 }

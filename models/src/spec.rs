@@ -13,7 +13,7 @@ mod head;
 
 use serde::{Deserialize, Serialize};
 
-pub use head::{Head, HeadKind, JoinedMethod, States};
+pub use head::{Head, HeadKind, JoinedMethod, OtherModel, States};
 
 /// A whole decoder, or a head of one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -244,7 +244,7 @@ fn a_head_goes_into_the_file_or_beside_it() {
     quern(&["convert", arg(&model), "--head", arg(&eagle)]).misused(&["--out"]);
     quern(&["convert", arg(&llama), "--head", arg(&eagle), "--draft", arg(&head)]).misused(&["cannot be used with"]);
     let other = ["convert", arg(&again), "--head", arg(&head), "-o", arg(&none)];
-    quern(&other).fails(&["--head: a head of another model", "hidden"]);
+    quern(&other).fails(&["--head: the head is for another model", "expected hidden size 128, vocabulary 320"]);
     assert!(!none.exists());
     // A damaged head, or model, is found before a file is replaced.
     let damaged = scratch.at("damaged.qrn");

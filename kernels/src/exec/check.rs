@@ -2,10 +2,10 @@
 
 use quern_models::{
     ModelSpec,
-    spec::{Head, HeadKind, States},
+    spec::{Head, HeadKind},
 };
 
-use super::{ExecError, Fed, NO_BLOCK, Output, Plan};
+use super::{ExecError, Fed, Mask, NO_BLOCK, Output, Plan};
 use crate::cpu::kv::BLOCK;
 
 /// Refuses a plan that contradicts itself, the model, or the number of KV blocks.
@@ -20,6 +20,9 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
         }
         if let Err((what, expected, got)) = c.mask.check(c.tokens.len()) {
             return bad(what, expected, got);
+        }
+        if is_block(spec) && matches!(c.mask, Mask::Tree(_)) {
+            return bad("mask", "Causal or Full, of a head that guesses a block at once".into(), "a tree".into());
         }
         let positions = c.start + c.mask.positions(c.tokens.len());
         if let Some(rows) = spec.positions.filter(|&rows| positions > rows) {
@@ -89,19 +92,9 @@ fn is_block(spec: &ModelSpec) -> bool {
 
 /// Refuses a head that is of another model.
 pub(crate) fn check_head(model: &ModelSpec, spec: &ModelSpec) -> Result<(), ExecError> {
-    let bad = |what, expected: String, got: String| Err(ExecError::Head { what, expected, got });
-    let Some(head) = &spec.guesses else { return bad("is", "a head".into(), "a model".into()) };
-    if head.model_hidden != model.hidden {
-        return bad("reads states of width", model.hidden.to_string(), head.model_hidden.to_string());
-    }
-    if head.model_vocab != model.vocab {
-        return bad("guesses tokens of a model that has", model.vocab.to_string(), head.model_vocab.to_string());
-    }
-    match &head.states {
-        States::Before { layers } if layers.last().is_some_and(|&last| last > model.layers.len()) => {
-            bad("reads states before layers", format!("at most {}", model.layers.len()), format!("{layers:?}"))
-        }
-        _ => Ok(()),
+    match &spec.guesses {
+        Some(head) => Ok(head.fits(model)?),
+        None => Err(ExecError::Head { what: "is", expected: "a head".into(), got: "a model".into() }),
     }
 }
 

@@ -23,7 +23,10 @@ pub use crate::mask::{MOST_MASKED, Mask, tree_mask};
 use std::{borrow::Cow, collections::BTreeMap, sync::Arc};
 
 use crate::cpu::kv::KvLayer;
-use quern_models::{ModelFile, ModelSpec, spec::Attn};
+use quern_models::{
+    ModelFile, ModelSpec,
+    spec::{Attn, OtherModel},
+};
 
 use crate::sample::{SampleError, Sampled, SamplingParams};
 
@@ -255,6 +258,9 @@ pub enum ExecError {
         /// What was found.
         got: String,
     },
+    /// A head of another model.
+    #[error(transparent)]
+    OtherModel(#[from] OtherModel),
     /// The GPU cannot do it, or failed.
     #[error(transparent)]
     Cuda(#[from] crate::cuda::CudaError),
