@@ -283,7 +283,7 @@ impl ModelSpec {
             None => size("the number of layers", self.layers.len(), MAX_LAYERS)?,
         }
         if self.layers.len() > MAX_LAYERS {
-            return Err(SpecError(format!("{} layers, expected at most {MAX_LAYERS}", self.layers.len())));
+            return Err(SpecError(format!("{} layers, expected 0 to {MAX_LAYERS}", self.layers.len())));
         }
         if let Some(rows) = self.positions {
             size("positions", rows, MAX_SIZE)?;

@@ -113,7 +113,7 @@ impl Settings {
             _ => {
                 let what = match class {
                     Some(class) => format!("vocab.json of a {class} (tokenizer_class)"),
-                    None => format!("vocab.json of a {} model and no tokenizer_class", self.model_type),
+                    None => format!("vocab.json of a model of type {} and no tokenizer_class", self.model_type),
                 };
                 return Err(Malformed::Unsupported { what, next: NEXT.into() });
             }

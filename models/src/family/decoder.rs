@@ -199,7 +199,7 @@ impl Decoder {
 /// The number of layers, by this key.
 pub(super) fn layers(config: &Config, key: &str) -> Result<usize, FamilyError> {
     match config.size(key)? {
-        n if n > MAX_LAYERS => Err(FamilyError::Spec(format!("{key} is {n}, expected at most {MAX_LAYERS}"))),
+        n if n > MAX_LAYERS => Err(FamilyError::Spec(format!("{key} is {n}, expected 1 to {MAX_LAYERS}"))),
         n => Ok(n),
     }
 }
