@@ -246,6 +246,10 @@ fn a_head_goes_into_the_file_or_beside_it() {
     let other = ["convert", arg(&again), "--head", arg(&head), "-o", arg(&none)];
     quern(&other).fails(&["--head: the head is for another model", "expected hidden size 128, vocabulary 320"]);
     assert!(!none.exists());
+    // Before the work, which takes minutes.
+    let other = quern(&["convert", arg(&mimo), "--head", arg(&head), "-o", arg(&none)]);
+    let other = other.fails(&["--head: the head is for another model", "expected hidden size 128, vocabulary 320"]);
+    assert!(!none.exists() && other.out.is_empty(), "{}", other.out);
     // A damaged head, or model, is found before a file is replaced.
     let damaged = scratch.at("damaged.qrn");
     for good in [&head, &model] {
