@@ -108,9 +108,17 @@ pub enum OpenError {
     /// The device cannot run it.
     #[error(transparent)]
     Exec(#[from] ExecError),
-    /// The small model cannot follow this one.
-    #[error("--draft: {0}")]
+    /// Nothing besides can guess for this model.
+    #[error("{0}")]
     Draft(&'static str),
+    /// What was to guess cannot.
+    #[error("{of}: {source}")]
+    Guesses {
+        /// The flag, or what of the file.
+        of: String,
+        /// Why.
+        source: Box<OpenError>,
+    },
     /// An option contradicts the model.
     #[error("--ctx {asked}: the model was made for at most {most} tokens")]
     Context {
