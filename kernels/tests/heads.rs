@@ -223,6 +223,33 @@ fn what_does_not_fit_is_refused() {
     assert!(guess(&[1], &Fed::Model(vec![&states[..72]]), &[1]).unwrap_err().contains("history"));
     assert!(guess(&[300], &Fed::Model(vec![&states[..72]]), &[0, 300]).unwrap_err().contains("below 290"));
     guess(&[1], &Fed::Model(vec![&states[..72]]), &[0, 1]).unwrap();
+    // Heads give tokens or logits.
+    let mut refused = |output| {
+        let chunk = Chunk { tokens: &[1], start: 0, blocks: &[0], mask: Mask::Causal, output };
+        head.guess(&Plan { chunks: vec![chunk] }, &Fed::Model(vec![&states[..72]])).unwrap_err().to_string()
+    };
+    let params = SamplingParams::greedy();
+    let tokens = |logprobs, allowed| Output::Tokens {
+        from: 0,
+        params: &params,
+        history: &[0, 1],
+        prompt_len: 1,
+        logprobs,
+        allowed,
+    };
+    let allowed = [u32::MAX; 10];
+    let outputs = [
+        (tokens(Some(0), None), "logprobs"),
+        (tokens(None, Some(&allowed)), "allowed tokens"),
+        (Output::Hidden { from: 0 }, "hidden states"),
+    ];
+    for (output, got) in outputs {
+        let error = refused(output);
+        assert!(
+            error.ends_with(&format!("output: expected tokens, logits or nothing of a head, got {got}")),
+            "{error}"
+        );
+    }
     // A block has no trees.
     let mut head = executor.head(made("fits-block", f16, f16, block_head())).unwrap();
     let (mask, output) = (Mask::Tree(&[1, 3]), Output::None);

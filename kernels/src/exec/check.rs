@@ -64,8 +64,18 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
     Ok(())
 }
 
-/// Refuses states that do not fit a checked plan of a head.
+/// Refuses states that do not fit a checked plan of a head, and outputs that heads do not have.
 pub(crate) fn check_fed(plan: &Plan, fed: &Fed, spec: &ModelSpec) -> Result<(), ExecError> {
+    for (chunk, c) in plan.chunks.iter().enumerate() {
+        let got = match c.output {
+            Output::Tokens { logprobs: Some(_), .. } => "logprobs",
+            Output::Tokens { allowed: Some(_), .. } => "allowed tokens",
+            Output::Hidden { .. } => "hidden states",
+            _ => continue,
+        };
+        let expected = "tokens, logits or nothing of a head".into();
+        return Err(ExecError::Plan { chunk, what: "output", expected, got: got.into() });
+    }
     let (states, width) = match fed {
         // A block reads tokens, and sees what was fed before.
         Fed::Nothing if is_block(spec) => return Ok(()),

@@ -308,8 +308,9 @@ pub trait Executor: Send {
 
 /// A head on a device: it guesses a model's tokens from its states. What rows are: [`quern_models::spec::Head`].
 pub trait HeadExecutor: Send {
-    /// Reads rows and guesses. [`Output::Tokens`] and [`Output::Logits`] are of the model's tokens; a history has the
-    /// token of the row it ends with (of a block, it ends with the masks). Medusa and blocks give all their guesses after the last row of a chunk.
+    /// Reads rows and guesses. [`Output::Tokens`], without logprobs and allowed tokens, and [`Output::Logits`] are of the
+    /// model's tokens; there are no others. A history has the token of the row it ends with (of a block, it ends with the
+    /// masks). Medusa and blocks give all their guesses after the last row of a chunk.
     fn guess(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<ChunkOutput>, ExecError>;
 
     /// What all rows of the last pass gave for the next, `[rows][hidden]`.

@@ -1,9 +1,10 @@
 //! A head on a device: an executor of its own beside the model's, on the same stream, which shares the weights that the
 //! head shares.
 //!
-//! States cross the bus: the model's to the host as they are computed, f32, 4 bytes for each of a row's `states * hidden`
-//! numbers, and back for the head's first pass; the head's own, 4 bytes for each of `hidden` numbers, both ways with
-//! every further pass. Nothing crosses it without a head.
+//! States cross the bus when they are wanted: the model's to the host behind a step, f32, 4 bytes for each of a row's
+//! `states * hidden` numbers, and back for the head's first pass; the head's own, 4 bytes for each of `hidden` numbers,
+//! both ways with every further pass. Nothing crosses it without a head, or while no text is guessed (but of a step of
+//! several passes, those before the last).
 
 use std::sync::Arc;
 
@@ -12,12 +13,9 @@ use quern_models::{
     spec::{Head, HeadKind},
 };
 
-use super::{CudaExecutor, CudaOptions, CudaPlan, Forward, KvPool, Model, Ready, Upload};
+use super::{CudaExecutor, CudaOptions, CudaPlan, Forward, KvPool, Model, Upload};
 use crate::{
-    exec::{
-        ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Mask, Plan, check, check_fed, check_head,
-        kv_layers,
-    },
+    exec::{ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Mask, Plan, check, check_fed, check_head, kv_layers},
     sample::Sampled,
 };
 
@@ -49,7 +47,9 @@ impl CudaExecutor {
         let states = head.states.clone();
         let forward = Forward::new(device, file, model, kv, form, rows)?;
         self.forward.keep(states)?;
-        Ok(CudaHead { executor: CudaExecutor { forward, ready: Ready::default(), states: vec![] } })
+        // Of a step before there was a head there are none.
+        self.waiting = 0;
+        Ok(CudaHead { executor: CudaExecutor::of(forward) })
     }
 }
 

@@ -258,7 +258,7 @@ impl Heads {
             };
         };
         if !self.tokens.is_empty() {
-            return sample_allowed(self.spread(kept, vocab), params, history, position, *logprobs, None);
+            return sample_allowed(self.spread(kept, vocab), params, history, position, None, None);
         }
         let panels = vocab.div_ceil(PANEL);
         let logits = &mut self.logits[kept * vocab..(kept + 1) * vocab];
