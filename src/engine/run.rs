@@ -298,7 +298,7 @@ impl Engine {
     ) -> Result<Vec<Scheduled>, EngineError> {
         for &(from, to) in &step.copies {
             self.executor.copy_block(from, to).map_err(failed)?;
-            if let Some(Err(error)) = self.writer.as_mut().map(|writer| writer.copy_block(from, to)) {
+            if let Some(Err(error)) = self.writer.as_mut().map(|writer| writer.copy_block(&self.scheduler, from, to)) {
                 self.without_writer(&error);
             }
         }
