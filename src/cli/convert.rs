@@ -12,7 +12,9 @@ use std::{
 };
 
 use clap::{Args, ValueEnum};
-use quern_convert::{ConvertError, Options, Phase, Progress, Quant, Report, Step, convert, convert_head, grouped, spec_of};
+use quern_convert::{
+    ConvertError, Options, Phase, Progress, Quant, Report, Step, convert, convert_head, grouped, spec_of,
+};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use quern_models::{ModelFile, ModelSpec, join, spec::Head};

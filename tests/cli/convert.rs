@@ -201,11 +201,13 @@ fn a_draft_model_goes_into_the_file() {
     let refused = quern(&["convert", arg(&small), "--draft", arg(&other), "-o", arg(&joined), "--force"]);
     refused.fails(&["--draft", "the same tokens"]);
     quern(&["run", arg(&small), "--draft", arg(&other), "-p", "x"]).misused(&["--draft", "the same tokens"]);
-    quern(&["run", arg(&small), "--speculate", "draft", "-p", "x"]).misused(&["--speculate: draft needs a small model", "--draft FILE"]);
+    quern(&["run", arg(&small), "--speculate", "draft", "-p", "x"])
+        .misused(&["--speculate: draft needs a small model", "--draft FILE"]);
     let own = quern(&["run", arg(&both), "--speculate", "eagle", "-p", "x"]);
     own.misused(&["--speculate: eagle needs a head of the kind eagle, and what the file has is a small model"]);
     let given = ["run", arg(&small), "--draft", arg(&small), "--speculate", "medusa", "-p", "x"];
-    quern(&given).misused(&["--speculate: medusa needs a head of the kind medusa, and that of --draft is a small model"]);
+    quern(&given)
+        .misused(&["--speculate: medusa needs a head of the kind medusa, and that of --draft is a small model"]);
     quern(&["run", arg(&small), "--speculate", "nonsense", "-p", "x"]).misused(&["expected off, auto"]);
     quern(&["run", arg(&small), "--accept", "maybe", "-p", "x"]).misused(&["exact or rejection"]);
 }

@@ -298,8 +298,11 @@ mod tests {
             head.fits(&ModelSpec { hidden, vocab, layers, guesses: None, ..spec.clone() }).map_err(|e| e.to_string())
         };
         assert_eq!((like(16, 32, 3), like(16, 32, 4)), (Ok(()), Ok(())));
-        let expected = "the head is for another model: expected hidden size 16, vocabulary 32 and at least 3 layers, got ";
-        for (sizes, got) in [((24, 32, 3), "24, 32 and 3;"), ((16, 33, 3), "16, 33 and 3;"), ((16, 32, 2), "16, 32 and 2;")] {
+        let expected =
+            "the head is for another model: expected hidden size 16, vocabulary 32 and at least 3 layers, got ";
+        for (sizes, got) in
+            [((24, 32, 3), "24, 32 and 3;"), ((16, 33, 3), "16, 33 and 3;"), ((16, 32, 2), "16, 32 and 2;")]
+        {
             let error = like(sizes.0, sizes.1, sizes.2).unwrap_err();
             assert!(error.starts_with(&format!("{expected}{got}")), "{error}");
         }

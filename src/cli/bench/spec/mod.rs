@@ -299,7 +299,8 @@ fn rows(args: &SpecBenchArgs, variants: usize, smalls: &[Option<Arc<ModelFile>>]
     };
     let methods: Vec<Speculation> = if args.methods.is_empty() { usual() } else { args.methods.clone() };
     for (&method, small) in methods.iter().flat_map(|method| smalls.iter().map(move |small| (method, small))) {
-        draft::fits(method, small.as_deref(), args.draft.is_some()).map_err(|reason| Usage(format!("--methods: {reason}")))?;
+        draft::fits(method, small.as_deref(), args.draft.is_some())
+            .map_err(|reason| Usage(format!("--methods: {reason}")))?;
     }
     let numbers = |of: Speculation| args.k.iter().map(move |&k| Speculation { fixed: (k > 0).then_some(k), ..of });
     let mut all = vec![(Speculation::OFF, None)];
