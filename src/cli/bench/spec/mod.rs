@@ -373,12 +373,6 @@ fn rate(text: &str) -> Result<f64, String> {
     rate.ok_or_else(|| "expected a number from 0 to 1".into())
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let n = values.len();
-    (values[(n - 1) / 2] + values[n / 2]) / 2.0
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
