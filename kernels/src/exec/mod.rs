@@ -325,6 +325,14 @@ pub trait HeadExecutor: Send {
     }
 }
 
+/// Logits of a head's own `tokens` by those of its model, `to` `[known]`: tokens that the head does not know are
+/// impossible.
+pub(crate) fn spread(tokens: &[u32], logits: &[f32], known: usize, to: &mut Vec<f32>) {
+    to.clear();
+    to.resize(known, f32::NEG_INFINITY);
+    tokens.iter().zip(logits).for_each(|(&token, &logit)| to[token as usize] = logit);
+}
+
 /// Positions below it are seen by no layer from the row at `pos` on.
 pub(crate) fn passed(spec: &ModelSpec, pos: usize) -> usize {
     let first = |attn: &Attn| {

@@ -15,7 +15,10 @@ use quern_models::{
 
 use super::{CudaExecutor, CudaOptions, CudaPlan, Forward, KvPool, Model, Upload};
 use crate::{
-    exec::{ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Mask, Plan, check, check_fed, check_head, kv_layers},
+    exec::{
+        ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Mask, Plan, check, check_fed, check_head, kv_layers,
+        spread,
+    },
     sample::Sampled,
 };
 
@@ -116,11 +119,11 @@ impl<'a> Guesses<'a> {
         Sampled { token, ..sampled }
     }
 
-    /// Logits by the model's tokens: those that it does not know are impossible.
+    /// Logits by the model's tokens.
     pub fn spread(self, logits: Vec<f32>) -> Vec<f32> {
         let Some(head) = self.head.filter(|_| self.mapped()) else { return logits };
-        let mut all = vec![f32::NEG_INFINITY; head.model_vocab];
-        self.tokens.iter().zip(logits).for_each(|(&token, logit)| all[token as usize] = logit);
+        let mut all = vec![];
+        spread(self.tokens, &logits, head.model_vocab, &mut all);
         all
     }
 }
