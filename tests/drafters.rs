@@ -305,7 +305,9 @@ fn heads_may_be_judged_by_rejection() {
     let options = EngineOptions { speculation, sequences: 9, threads: 1, ..Run::Default.engine() };
     let mut engine = engine(&file, options);
     engine.with_draft(head, options).unwrap();
-    let requests = requests(file.spec().vocab);
+    let mut requests = requests(file.spec().vocab);
+    // Random weights agree seldom, but where little is likelier than the rest.
+    requests.iter_mut().for_each(|request| request.sampling.temperature *= 4.0);
     let got = answer(&mut engine, &requests);
     assert!(got.iter().zip(&requests).take(7).all(|(got, request)| got.tokens.len() == request.max_tokens));
     assert!(engine.stats().guesses.accepted > 0);

@@ -72,28 +72,37 @@ impl<'a> Drafter<'a> {
         Fed::Model(vec![&all[from * width..to * width]])
     }
 
-    /// Logits of the drafts after `n` tokens of the text, of which the states of the first `known` were read before.
-    fn step(&mut self, n: usize, known: usize, drafts: &[u32]) -> Vec<f32> {
-        let (text, hidden) = (self.text, self.file.spec().hidden);
+    /// What the last `rows` rows gave for the next, `[rows][hidden]`.
+    fn own(&mut self, rows: usize) -> Vec<f32> {
+        let (own, hidden) = (self.head.own().unwrap(), self.file.spec().hidden);
+        own[own.len() - rows * hidden..].to_vec()
+    }
+
+    /// Logits of the drafts after `n` tokens of the text, of which the states of the first `known` were read before, and
+    /// what the head's rows gave for the next (of Medusa, none).
+    fn step(&mut self, n: usize, known: usize, drafts: &[u32]) -> (Vec<f32>, Vec<f32>) {
+        let text = self.text;
         let fed = self.states(known, n - 1);
         match self.file.spec().guesses.as_ref().unwrap().kind {
             HeadKind::Medusa { .. } => {
                 let fed = self.states(n - 2, n - 1);
-                self.pass(&text[n - 1..n], n - 2, Mask::Causal, Some(0), &fed)
+                (self.pass(&text[n - 1..n], n - 2, Mask::Causal, Some(0), &fed), vec![])
             }
             HeadKind::Block { size, mask, .. } => {
                 self.pass(&text[known + 1..n], known, Mask::Causal, None, &fed);
                 let tokens: Vec<u32> = (0..size).map(|i| if i == 0 { text[n - 1] } else { mask }).collect();
-                self.pass(&tokens, n - 1, Mask::Full, Some(1), &Fed::Nothing)
+                let logits = self.pass(&tokens, n - 1, Mask::Full, Some(1), &Fed::Nothing);
+                (logits, self.own(size - 1))
             }
             HeadKind::Joined { .. } | HeadKind::Wide { .. } => {
                 let mut logits = self.pass(&text[known + 1..n], known, Mask::Causal, Some(n - 2 - known), &fed);
+                let mut all = self.own(1);
                 for (i, draft) in drafts[..drafts.len() - 1].iter().enumerate() {
-                    let own = self.head.own().unwrap();
-                    let own = own[own.len() - hidden..].to_vec();
+                    let own = self.own(1);
                     logits.extend(self.pass(&[*draft], n - 1 + i, Mask::Causal, Some(0), &Fed::Own(vec![&own])));
+                    all.extend(self.own(1));
                 }
-                logits
+                (logits, all)
             }
         }
     }
@@ -136,7 +145,7 @@ fn check(name: &str) {
     for (step, n, known) in [("first", PROMPT + 1, 0), ("second", PROMPT + 3, PROMPT)] {
         let (want, ids) = (golden.floats(&format!("{step}.logits")), golden.ids(&format!("{step}.ids")));
         let bound = BOUND * want.range();
-        let got = drafter.step(n, known, ids);
+        let (got, own) = drafter.step(n, known, ids);
         assert_eq!(got.len(), want.data.len(), "{name}, {step}");
         let slow = oracle(&model, &file, &golden, n, ids);
         let (exact, slow) = (distance(&got, &want.data), distance(&slow, &want.data));
@@ -146,6 +155,15 @@ fn check(name: &str) {
             slow / want.range()
         );
         assert!(exact <= bound && slow <= bound, "{name}, {step}: {exact:e}, oracle {slow:e}, bound {bound:e}");
+        if !own.is_empty() {
+            let want = golden.floats(&format!("{step}.hidden"));
+            let off = distance(&own, &want.data);
+            assert!(
+                off <= BOUND * want.range(),
+                "{name}, {step}: what rows gave is off by {off:e} of {}",
+                want.range()
+            );
+        }
         // And the drafts are the golden's.
         for (row, &id) in got.chunks_exact(want.cols).zip(ids) {
             let best = (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap();

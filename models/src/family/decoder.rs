@@ -136,8 +136,7 @@ impl Decoder {
 
     fn rules(&self) -> Vec<Rule> {
         let (base, n, k) = (&self.place.base, self.vocab, self.sizes.hidden);
-        let rule =
-            |target: &str, source: String, kind| Rule { target: target.into(), source, kind, take: Take::WHOLE };
+        let rule = |target: &str, source: String, kind| Rule { target: target.into(), source, kind, take: Take::WHOLE };
         let mut rules = vec![rule("embed", format!("{base}embed_tokens"), RuleKind::Embedding { n, k })];
         for i in 0..self.windows.len() {
             rules.extend(self.sizes.rules(&self.parts(i), &format!("layers.{i}"), &format!("{base}layers.{i}")));
