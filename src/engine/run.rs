@@ -96,7 +96,7 @@ impl EngineOptions {
     pub fn blocks_of(&self, spec: &ModelSpec) -> usize {
         let whole = self.context_of(spec).div_ceil(BLOCK);
         match self.cache_tokens {
-            0 => whole * self.sequences.max(1),
+            0 => whole.saturating_mul(self.sequences.max(1)),
             tokens => tokens.div_ceil(BLOCK).max(whole),
         }
     }
