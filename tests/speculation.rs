@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use quern::{
-    draft::{Accept, Counts, Speculation},
+    draft::{Accept, Speculation},
     engine::{Constraint, Engine, EngineOptions, Finish, Generator, Grammar, Request, TokenSet},
     grammar::GrammarFactory,
     text::TextModel,
@@ -15,7 +15,7 @@ use serde_json::json;
 
 use crate::support::{
     Random, Scratch, fixture,
-    model::{Got, Run, answer, kept},
+    model::{Got, Run, answer, kept, same_distribution},
 };
 
 const MODEL: &str = "models/llama-gptq-w4-g64-asym";
@@ -274,23 +274,6 @@ fn rejection_leaves_frequencies_as_they_are() {
     let scratch = [Scratch::new("rejection"), Scratch::new("rejection-draft")];
     let file = model(&scratch[0]);
     let other = kept(&fixture("models/llama-gptq-w2-g32-sym"), &scratch[1]).1;
-    let (plain, _) = frequencies(&file, Speculation::OFF, None);
-    for (method, draft) in [("ngram:2", None), ("draft:2", Some(&other))] {
-        let speculation = Speculation { accept: Accept::Rejection, ..speculate(method) };
-        let (got, guesses) = frequencies(&file, speculation, draft);
-        same_frequencies(method, &plain, &got, guesses);
-    }
-}
-
-/// How often each of 6000 seeds' short answers came.
-pub type Frequencies = std::collections::BTreeMap<Vec<u32>, u64>;
-
-/// Those of a model of at least 6 tokens, and what became of the guesses.
-pub fn frequencies(
-    file: &Arc<ModelFile>,
-    speculation: Speculation,
-    draft: Option<&Arc<ModelFile>>,
-) -> (Frequencies, Counts) {
     const RUNS: u64 = 6000;
     // Few tokens, so that each has stood in the text before.
     let prompt = vec![3, 1, 4, 1, 5, 3, 5, 4, 4, 3, 1, 1, 5, 5];
@@ -308,41 +291,27 @@ pub fn frequencies(
         ignore_eos: true,
         ..Request::default()
     };
-    let options = EngineOptions { sequences: 32, speculation, threads: 1, ..Run::Default.engine() };
-    let mut engine = engine(file, options);
-    if let Some(draft) = draft {
-        engine.with_draft(draft.clone(), options).unwrap();
-    }
-    let requests: Vec<Request> = (0..RUNS).map(request).collect();
-    let mut counts = Frequencies::new();
-    for got in answer(&mut engine, &requests) {
-        *counts.entry(got.tokens).or_insert(0) += 1;
-    }
-    (counts, engine.stats().guesses)
-}
-
-/// Two samples of the same distribution, one of them with guesses: chi-square of both against their mean, cells of at
-/// least 10.
-pub fn same_frequencies(method: &str, plain: &Frequencies, got: &Frequencies, guesses: Counts) {
-    assert!(guesses.accepted > 500 && guesses.accepted < guesses.drafted, "{guesses:?}");
-    assert_ne!(got, plain, "the text is another one");
-    let (mut chi, mut cells, mut rest) = (0.0, 0, (0, 0));
-    let keys: std::collections::BTreeSet<_> = plain.keys().chain(got.keys()).collect();
-    let mut add = |a: u64, b: u64| {
-        chi += (a as f64 - b as f64).powi(2) / (a + b) as f64;
-        cells += 1;
+    let count = |speculation: Speculation, draft: bool| {
+        let options = EngineOptions { sequences: 32, speculation, threads: 1, ..Run::Default.engine() };
+        let mut engine = engine(&file, options);
+        if draft {
+            engine.with_draft(other.clone(), options).unwrap();
+        }
+        let requests: Vec<Request> = (0..RUNS).map(request).collect();
+        let mut counts = std::collections::BTreeMap::new();
+        for got in answer(&mut engine, &requests) {
+            *counts.entry(got.tokens).or_insert(0u64) += 1;
+        }
+        (counts, engine.stats().guesses)
     };
-    for key in keys {
-        let (a, b) = (plain.get(key).copied().unwrap_or(0), got.get(key).copied().unwrap_or(0));
-        if a + b >= 20 { add(a, b) } else { rest = (rest.0 + a, rest.1 + b) }
+    let (plain, _) = count(Speculation::OFF, false);
+    for (method, draft) in [("ngram:2", false), ("draft:2", true)] {
+        let speculation = Speculation { accept: Accept::Rejection, ..speculate(method) };
+        let (got, guesses) = count(speculation, draft);
+        assert!(guesses.accepted > 500 && guesses.accepted < guesses.drafted, "{guesses:?}");
+        assert_ne!(got, plain, "the text is another one");
+        same_distribution(method, &plain, &got);
     }
-    if rest != (0, 0) {
-        add(rest.0, rest.1);
-    }
-    let free = f64::from(cells - 1);
-    println!("{method}: chi-square {chi:.1} of {free} degrees of freedom, {guesses:?}");
-    // Five standard deviations.
-    assert!(free > 20.0 && chi < free + 5.0 * (2.0 * free).sqrt(), "{method}: {chi} of {free}");
 }
 
 /// Real grammars go ahead of themselves on copies: JSON, expressions, choices, control tokens.
