@@ -73,7 +73,7 @@ fn texts_are_the_same_with_heads() {
     for (name, model) in HEADS {
         let scratch = Scratch::new("heads-text");
         let (file, head) = with_head(name, model, &scratch);
-        let method = head.spec().guesses.as_ref().unwrap().method();
+        let method = head.spec().draft_head.as_ref().unwrap().method();
         let requests = requests(file.spec().vocab);
         for run in [Run::Default, Run::Exact] {
             let base = EngineOptions { threads: 1, ..run.engine() };

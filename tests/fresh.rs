@@ -71,7 +71,7 @@ impl<'a> Fresh<'a> {
         let ticket = self.executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
         self.executor.collect(ticket).unwrap();
         let states = self.executor.states().unwrap().to_vec();
-        let head = self.file.spec().guesses.clone().unwrap();
+        let head = self.file.spec().draft_head.clone().unwrap();
         let (all, width) = (Fed::Model(vec![&states]), head.width());
         let mut guesses = match head.kind {
             HeadKind::Medusa { .. } => {
@@ -136,7 +136,7 @@ fn guesses_are_those_of_a_head_that_reads_the_whole_text() {
     for (name, model) in HEADS {
         let scratch = Scratch::new("heads-fresh");
         let (file, head) = with_head(name, model, &scratch);
-        let method = head.spec().guesses.as_ref().unwrap().method();
+        let method = head.spec().draft_head.as_ref().unwrap().method();
         let vocab = file.spec().vocab;
         for (run, length, before, k) in [
             (Run::Default, 5, 1, 2),

@@ -60,7 +60,7 @@ impl<'a> Drafter<'a> {
         let chunk = Chunk { tokens, start, blocks: BLOCKS, mask, output };
         let mut got = self.head.guess(&Plan { chunks: vec![chunk] }, fed).unwrap();
         let Some(ChunkOutput::Logits(logits)) = got.pop() else { return vec![] };
-        let known = self.file.spec().guesses.as_ref().unwrap().model_vocab;
+        let known = self.file.spec().draft_head.as_ref().unwrap().model_vocab;
         let Some(tokens) = self.file.tensor("tokens") else { return logits };
         let own = |row: &[f32]| (0..tokens.k).map(|i| row[tokens.at(0, i) as usize]).collect::<Vec<f32>>();
         logits.chunks_exact(known).flat_map(own).collect()
@@ -68,7 +68,7 @@ impl<'a> Drafter<'a> {
 
     /// The states of some positions.
     fn states(&self, from: usize, to: usize) -> Fed<'a> {
-        let (all, width) = (self.states, self.file.spec().guesses.as_ref().unwrap().width());
+        let (all, width) = (self.states, self.file.spec().draft_head.as_ref().unwrap().width());
         Fed::Model(vec![&all[from * width..to * width]])
     }
 
@@ -83,7 +83,7 @@ impl<'a> Drafter<'a> {
     fn step(&mut self, n: usize, known: usize, drafts: &[u32]) -> (Vec<f32>, Vec<f32>) {
         let text = self.text;
         let fed = self.states(known, n - 1);
-        match self.file.spec().guesses.as_ref().unwrap().kind {
+        match self.file.spec().draft_head.as_ref().unwrap().kind {
             HeadKind::Medusa { .. } => {
                 let fed = self.states(n - 2, n - 1);
                 (self.pass(&text[n - 1..n], n - 2, Mask::Causal, Some(0), &fed), vec![])
@@ -110,7 +110,7 @@ impl<'a> Drafter<'a> {
 
 /// The same by the slow oracle, without a cache.
 fn oracle(model: &ModelFile, file: &ModelFile, golden: &Golden, n: usize, drafts: &[u32]) -> Vec<f32> {
-    let head = file.spec().guesses.as_ref().unwrap();
+    let head = file.spec().draft_head.as_ref().unwrap();
     let (text, states) = (golden.ids("tokens"), &golden.floats("states").data);
     let state = |p: usize| states[p * head.width()..(p + 1) * head.width()].to_vec();
     let mut rows: Vec<(u32, State)> = (0..n - 1).map(|p| (text[p + 1], State::Model(state(p)))).collect();
@@ -136,7 +136,7 @@ fn check(name: &str) {
     let chunk = Chunk { tokens: &text[..PROMPT + 2], start: 0, blocks: BLOCKS, mask: Mask::Causal, output };
     let ticket = executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
     executor.collect(ticket).unwrap();
-    let width = file.spec().guesses.as_ref().unwrap().width();
+    let width = file.spec().draft_head.as_ref().unwrap().width();
     assert_eq!((states.cols, states.data.len()), (width, (PROMPT + 2) * width), "{name}");
     let off = distance(executor.states().unwrap(), &states.data);
     assert!(off <= BOUND * states.range(), "{name}: states are off by {off:e} of {}", states.range());

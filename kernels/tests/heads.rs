@@ -32,7 +32,7 @@ fn heads_equal_the_oracle() {
         let model = made(&format!("of-{name}"), scheme, int(8, 32, ZeroKind::Mid), plain(true));
         for (kind, spec) in heads() {
             let (vocab, medusa) = (spec.vocab, spec.layers.is_empty());
-            let width = spec.guesses.as_ref().unwrap().width();
+            let width = spec.draft_head.as_ref().unwrap().width();
             let file = made(&format!("{kind}-{name}"), scheme, f(FloatType::F16), spec);
             for (mode, kv, bound) in [(Mode::F32, KvType::F32, 2e-6), (Mode::Int8, KvType::F16, 0.03)] {
                 let mut executor = executor(&model, mode, kv, 2);
@@ -65,7 +65,7 @@ fn rows_do_not_depend_on_the_company() {
     let text = tokens(TEXT);
     let model = made("company", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), plain(true));
     for (kind, spec) in heads().into_iter().filter(|(_, spec)| !spec.layers.is_empty()) {
-        let width = spec.guesses.as_ref().unwrap().width();
+        let width = spec.draft_head.as_ref().unwrap().width();
         let file = made(&format!("company-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
         for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::Int8)] {
             let run = |threads, of: usize, sizes: &[usize], others| {
@@ -95,8 +95,8 @@ fn tokens_are_those_of_the_plain_sampler() {
     let warm = SamplingParams { temperature: 1.5, seed: 7, ..SamplingParams::greedy() };
     let careful = SamplingParams { frequency_penalty: 1.0, top_k: 20, temperature: 2.0, seed: 3, ..warm.clone() };
     for (kind, spec) in heads() {
-        let medusa = matches!(spec.guesses.as_ref().unwrap().kind, HeadKind::Medusa { .. });
-        let width = spec.guesses.as_ref().unwrap().width();
+        let medusa = matches!(spec.draft_head.as_ref().unwrap().kind, HeadKind::Medusa { .. });
+        let width = spec.draft_head.as_ref().unwrap().width();
         let file = made(&format!("tokens-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
         let mut executor = executor(&model, Mode::Int8, KvType::F16, 2);
         let mut head = executor.head(file).unwrap();
@@ -200,7 +200,7 @@ fn what_does_not_fit_is_refused() {
     assert!(error(executor.head(model.clone())).contains("expected a head, got a model"));
     for (change, what) in [(0, "got 72, 290 and 2;"), (1, "vocabulary 291 and"), (2, "at least 3 layers")] {
         let mut spec = heads().remove(2).1;
-        let head = spec.guesses.as_mut().unwrap();
+        let head = spec.draft_head.as_mut().unwrap();
         match change {
             0 => head.model_hidden += 8,
             1 => head.model_vocab += 1,

@@ -40,7 +40,7 @@ fn spec() -> ModelSpec {
         tied_head: false,
         head_order: false,
         positions: None,
-        guesses: None,
+        draft_head: None,
     }
 }
 

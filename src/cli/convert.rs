@@ -107,7 +107,7 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
     // Before the work, which takes minutes.
     let small = made.map(open_any).transpose()?;
     if let (Some(path), Some(small)) = (&args.head, &small)
-        && small.spec().guesses.is_none()
+        && small.spec().draft_head.is_none()
     {
         return Err(Usage(format!("--head {0}: a model, not a head; --draft {0} takes it", path.display())).into());
     }
@@ -144,7 +144,7 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
         return print(&closing(&with_line(|line| convert_head(source, &model, &out, false, &options, line))?));
     }
     // Of a head that is a file already; that of a checkpoint is planned with the model.
-    if let Some(head) = small.as_ref().and_then(|small| small.spec().guesses.as_ref()) {
+    if let Some(head) = small.as_ref().and_then(|small| small.spec().draft_head.as_ref()) {
         head.fits(&spec_of(source)?).map_err(|reason| format!("{flag}: {reason}"))?;
     }
     let report = with_line(|line| {
@@ -189,7 +189,7 @@ fn added(out: &Path, what: &str, bytes: u64) -> String {
 
 /// What a file behind a model is.
 fn kind(spec: &ModelSpec) -> &'static str {
-    match spec.guesses.as_ref().map(Head::method) {
+    match spec.draft_head.as_ref().map(Head::method) {
         None => "a draft model",
         Some("eagle") => "a head (eagle)",
         Some("mtp") => "a head (mtp)",

@@ -87,7 +87,7 @@ pub fn open(path: &Path, of: &ModelFile) -> Result<Arc<ModelFile>, Box<dyn Error
 
 /// Why a small model cannot write ahead of a large one.
 pub fn check(large: &ModelFile, small: &ModelFile) -> Result<(), String> {
-    if let Some(head) = &small.spec().guesses {
+    if let Some(head) = &small.spec().draft_head {
         return head.fits(large.spec()).map_err(|e| e.to_string());
     }
     let refused = |reason| format!("{reason}; a draft model must have the same tokens as the model it writes ahead of");

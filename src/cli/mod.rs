@@ -341,7 +341,7 @@ pub fn open(path: &Path) -> Result<ModelFile, Box<dyn Error>> {
 
 /// Why a file is no model, if it is a head.
 fn not_a_model(path: &Path, file: &ModelFile) -> Option<String> {
-    let head = file.spec().guesses.as_ref()?;
+    let head = file.spec().draft_head.as_ref()?;
     let (shown, method) = (path.display(), head.method());
     Some(format!(
         "{shown}: expected a model, got a head ({method}), which guesses for its model: give the model, and --draft {shown} \

@@ -95,7 +95,7 @@ impl Writing<'_> {
 impl Head {
     /// A head on its device.
     pub fn new(executor: Box<dyn HeadExecutor>, spec: &ModelSpec) -> Head {
-        let head = spec.guesses.clone().expect("an executor of a head has the spec of one");
+        let head = spec.draft_head.clone().expect("an executor of a head has the spec of one");
         let (hidden, context, width) = (spec.hidden, spec.max_context, head.width());
         let (asked, kept) = (BTreeSet::new(), BTreeMap::new());
         Head { executor, spec: head, width, hidden, context, asked, kept, pass: 0.0 }

@@ -105,7 +105,7 @@ impl MemoryPlan {
     /// The plan of an engine with a small model or a head besides, which has as many blocks.
     pub fn with_draft(self, file: &ModelFile, options: &EngineOptions) -> MemoryPlan {
         let mut small = MemoryPlan::new(file, &EngineOptions { gpu_layers: None, ..*options });
-        if let Some(head) = &file.spec().guesses {
+        if let Some(head) = &file.spec().draft_head {
             // States of a step, kept by the model and by the head, and those of each text that wait to be read.
             let rows = 2 * options.rows() + options.sequences.saturating_mul(MANY);
             small.scratch = small.scratch.saturating_add(4 * (rows as u64).saturating_mul(head.width() as u64));
@@ -191,7 +191,7 @@ impl fmt::Display for MemoryPlan {
 
 /// Rows of the largest step; a head reads those of a step, and what it has not read of every text, at once.
 fn rows_of(spec: &ModelSpec, options: &EngineOptions) -> usize {
-    let unread = if spec.guesses.is_some() { options.sequences.saturating_mul(MANY) } else { 0 };
+    let unread = if spec.draft_head.is_some() { options.sequences.saturating_mul(MANY) } else { 0 };
     options.rows().saturating_add(unread)
 }
 
@@ -199,7 +199,7 @@ fn rows_of(spec: &ModelSpec, options: &EngineOptions) -> usize {
 /// Of a head those of its own tokens, and by the model's tokens those of all guesses if they are judged by rejection, with
 /// what each was drawn from (16 bytes a token, like four logits).
 fn logits_of(spec: &ModelSpec, options: &EngineOptions) -> usize {
-    let Some(head) = &spec.guesses else { return spec.vocab.saturating_mul(options.sequences + LOGIT_ROWS) };
+    let Some(head) = &spec.draft_head else { return spec.vocab.saturating_mul(options.sequences + LOGIT_ROWS) };
     // No more are guessed in a step.
     let sequences = options.sequences.min(LOGIT_ROWS);
     let (own, guesses) = match head.kind {
@@ -222,7 +222,7 @@ fn scratch(spec: &ModelSpec, rows: usize, logits: usize) -> u64 {
         (2 * heads + 2 * kv_heads) * head_dim + 2 * inner
     });
     // What a head's rows begin with: embedding, state, both side by side, and the model's states.
-    let begin = spec.guesses.as_ref().map_or(0, |head| 4 * spec.hidden + head.width());
+    let begin = spec.draft_head.as_ref().map_or(0, |head| 4 * spec.hidden + head.width());
     let row = 3 * spec.hidden + begin + widest.max().unwrap_or(0);
     let numbers = (rows as u64).saturating_mul(row as u64).saturating_add(logits as u64);
     numbers.saturating_mul(4).saturating_add(32 << 20)

@@ -200,7 +200,7 @@ impl Engine {
             ));
         }
         let (vocab, spec) = (self.file.spec().vocab, file.spec().clone());
-        if spec.guesses.is_some() {
+        if spec.draft_head.is_some() {
             let head = Head::new(self.executor.head(file)?, &spec);
             self.guesser.writer = Some(head.ability());
             self.writer = Some(Box::new(head));

@@ -89,7 +89,7 @@ fn of(name: &str) -> (ModelSpec, Head, Vec<String>, Vec<String>) {
     let (_, file, notes) = case.convert(&model, &Options::default()).unwrap();
     let names = file.tensors().iter().map(|t| t.name.clone()).filter(|n| !n.starts_with("layers.")).collect();
     assert!(file.tokenizer_json().is_none() && file.chat_template().is_none());
-    (file.spec().clone(), file.spec().guesses.clone().unwrap(), names, notes)
+    (file.spec().clone(), file.spec().draft_head.clone().unwrap(), names, notes)
 }
 
 fn rms(eps: f32) -> Norm {
@@ -263,7 +263,7 @@ fn layers_of_the_model_are_named_in_several_ways() {
     let fc = case.tensors.get_mut("fc.weight").unwrap();
     *fc = ("F16", vec![128, 256], fc.2[..128 * 256 * 2].to_vec());
     let (_, file, _) = case.convert(&model, &Options::default()).unwrap();
-    let head = file.spec().guesses.clone().unwrap();
+    let head = file.spec().draft_head.clone().unwrap();
     assert_eq!(head.states, States::Before { layers: vec![1, 2] });
 }
 
@@ -276,7 +276,7 @@ fn copies_of_the_models_tensors_are_left_out() {
         let model = case.target("models/llama", quant);
         case.tensors.get_mut("embed_tokens.weight").unwrap().2.iter_mut().skip(1).step_by(2).for_each(|b| *b ^= change);
         let (_, file, notes) = case.convert(&model, &Options::default()).unwrap();
-        assert_eq!(file.spec().guesses.as_ref().unwrap().shared_embed, shared, "{quant:?} {change}");
+        assert_eq!(file.spec().draft_head.as_ref().unwrap().shared_embed, shared, "{quant:?} {change}");
         assert_eq!(file.tensor("embed").is_none(), shared);
         assert_eq!(notes.iter().any(|n| n.contains("embed_tokens.weight is the model's own")), shared, "{notes:?}");
     }
@@ -323,7 +323,7 @@ fn a_models_own_head_is_kept_and_can_be_grafted() {
     assert_eq!((&*whole.spec().family, whole.spec().layers.len()), ("mimo", 2));
     assert!(whole.tokenizer_json().is_some() || notes.iter().any(|n| n.contains("no tokenizer")));
     let rms = || rms(1e-5);
-    let guesses = head.spec().guesses.clone().unwrap();
+    let guesses = head.spec().draft_head.clone().unwrap();
     let kind = HeadKind::Joined {
         method: JoinedMethod::Mtp,
         embed_norm: rms(),

@@ -82,7 +82,7 @@ impl CudaPlan {
         let tensors = Model::tensors(file, first).count();
         let block = CudaExecutor::block_bytes(file.spec(), options.kv, first);
         // A head runs with the code that its model brought.
-        let other = if file.spec().guesses.is_some() { OTHER_OF_HEAD } else { OTHER };
+        let other = if file.spec().draft_head.is_some() { OTHER_OF_HEAD } else { OTHER };
         CudaPlan {
             weights: Model::bytes(file, form, first),
             cache: block.saturating_mul(options.blocks),

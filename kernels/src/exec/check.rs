@@ -41,9 +41,9 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
             return bad("first output row", format!("at most {}", c.tokens.len()), c.output.from(0).to_string());
         }
         if let Output::Tokens { history, .. } = &c.output
-            && history.len() != c.start + c.tokens.len() + usize::from(spec.guesses.is_some() && !is_block(spec))
+            && history.len() != c.start + c.tokens.len() + usize::from(spec.draft_head.is_some() && !is_block(spec))
         {
-            let ahead = usize::from(spec.guesses.is_some() && !is_block(spec));
+            let ahead = usize::from(spec.draft_head.is_some() && !is_block(spec));
             return bad("history", (c.start + c.tokens.len() + ahead).to_string(), history.len().to_string());
         }
         if let Output::Tokens { from, allowed: Some(allowed), .. } = &c.output
@@ -82,7 +82,7 @@ pub(crate) fn check_fed(plan: &Plan, fed: &Fed, spec: &ModelSpec) -> Result<(), 
         Fed::Nothing => {
             return Err(ExecError::Head { what: "reads", expected: "states".into(), got: "nothing".into() });
         }
-        Fed::Model(states) => (states, spec.guesses.as_ref().map_or(0, |head| head.width())),
+        Fed::Model(states) => (states, spec.draft_head.as_ref().map_or(0, |head| head.width())),
         Fed::Own(states) => (states, spec.hidden),
     };
     let wanted = plan.chunks.iter().map(|c| c.tokens.len() * width);
@@ -97,12 +97,12 @@ pub(crate) fn check_fed(plan: &Plan, fed: &Fed, spec: &ModelSpec) -> Result<(), 
 
 /// Whether rows guess the tokens of their own positions.
 fn is_block(spec: &ModelSpec) -> bool {
-    matches!(spec.guesses, Some(Head { kind: HeadKind::Block { .. }, .. }))
+    matches!(spec.draft_head, Some(Head { kind: HeadKind::Block { .. }, .. }))
 }
 
 /// Refuses a head that is of another model.
 pub(crate) fn check_head(model: &ModelSpec, spec: &ModelSpec) -> Result<(), ExecError> {
-    match &spec.guesses {
+    match &spec.draft_head {
         Some(head) => Ok(head.fits(model)?),
         None => Err(ExecError::Head { what: "is", expected: "a head".into(), got: "a model".into() }),
     }

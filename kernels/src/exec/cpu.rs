@@ -130,7 +130,7 @@ impl Executor for CpuExecutor {
         check_head(self.forward.spec(), file.spec())?;
         let (layers, blocks, kind) = (kv_layers(file.spec()), self.blocks(), self.forward.kv().kind());
         let bytes = KvMemory::block_bytes(&layers, kind).saturating_mul(blocks);
-        let head = file.spec().guesses.as_ref().expect("checked above");
+        let head = file.spec().draft_head.as_ref().expect("checked above");
         let spare = if matches!(head.kind, HeadKind::Block { .. }) { SPARE } else { 0 };
         let kv = KvMemory::new(&layers, blocks + spare, kind).ok_or(ExecError::Memory { bytes, blocks })?;
         self.forward.keep(head.states.clone());

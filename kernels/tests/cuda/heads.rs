@@ -65,7 +65,7 @@ fn heads_on_the_gpu_equal_the_oracle() {
     for (name, scheme, tied) in schemes {
         let model = made(&format!("of-{name}"), scheme, int(8, 32, ZeroKind::Mid), plain(tied));
         for (kind, spec) in heads() {
-            let (vocab, width) = (spec.vocab, spec.guesses.as_ref().unwrap().width());
+            let (vocab, width) = (spec.vocab, spec.draft_head.as_ref().unwrap().width());
             let file = made(&format!("{kind}-{name}"), scheme, f(FloatType::F16), spec);
             let medusa = is_medusa(&file);
             for (form, kv, mode, bound) in forms {
@@ -106,7 +106,7 @@ fn rows_of_heads_do_not_depend_on_the_company() {
     let text = tokens(TEXT);
     let model = made("cu-company", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), plain(true));
     for (kind, spec) in heads() {
-        let width = spec.guesses.as_ref().unwrap().width();
+        let width = spec.draft_head.as_ref().unwrap().width();
         let file = made(&format!("cu-company-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
         for (form, kv) in [(Form::F16, KvType::F16), (Form::F32, KvType::Int8), (Form::Int8, KvType::F16)] {
             let run = |rows, of: usize, sizes: &[usize], others| {
@@ -157,7 +157,7 @@ fn tokens_of_heads_are_those_of_the_plain_sampler() {
     // A bias that is given twice is for the host.
     let hosted = SamplingParams { logit_bias: vec![(4, 2.0), (4, 2.0)], ..warm.clone() };
     for (kind, spec) in heads() {
-        let width = spec.guesses.as_ref().unwrap().width();
+        let width = spec.draft_head.as_ref().unwrap().width();
         let file = made(&format!("cu-tokens-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
         let medusa = is_medusa(&file);
         let mut executor = executor(&model, Form::F16, KvType::F16, 64);
@@ -196,7 +196,7 @@ fn many_sequences_guess_at_once() {
     let text = tokens(TEXT);
     let model = made("cu-many", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), plain(true));
     for (kind, spec) in heads().into_iter().filter(|(kind, _)| ["eagle3", "medusa"].contains(kind)) {
-        let width = spec.guesses.as_ref().unwrap().width();
+        let width = spec.draft_head.as_ref().unwrap().width();
         let file = made(&format!("cu-many-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
         let options = CudaOptions { blocks: 80, ..options(Form::F16, KvType::F16, 128) };
         let mut executor = CudaExecutor::new(model.clone(), options, Box::new(|_| {})).unwrap();
@@ -246,7 +246,7 @@ fn blocks_of_heads_are_copied() {
     let text = tokens(TEXT);
     let model = made("cu-copied", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), plain(true));
     for (kind, spec) in heads() {
-        let width = spec.guesses.as_ref().unwrap().width();
+        let width = spec.draft_head.as_ref().unwrap().width();
         let medusa = spec.layers.is_empty();
         let file = made(&format!("cu-copied-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
         let mut executor = executor(&model, Form::F16, KvType::F16, 64);
@@ -279,7 +279,7 @@ fn heads_that_do_not_fit_the_gpu_are_refused() {
     let error = |got: Result<Box<dyn HeadExecutor>, ExecError>| got.err().unwrap().to_string();
     assert!(error(executor.head(model.clone())).contains("expected a head, got a model"));
     let mut block = heads().remove(3).1;
-    let guesses = block.guesses.as_mut().unwrap();
+    let guesses = block.draft_head.as_mut().unwrap();
     let HeadKind::Wide { state_norm, .. } = guesses.kind.clone() else { panic!() };
     guesses.kind = HeadKind::Block { size: 4, mask: 3, state_norm };
     guesses.states = States::Before { layers: vec![1] };

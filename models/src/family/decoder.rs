@@ -106,7 +106,7 @@ impl Decoder {
             tied_head: self.tied,
             head_order: false,
             positions: None,
-            guesses: None,
+            draft_head: None,
         };
         let warnings = config.finish()?;
         Ok(FamilyPlan {

@@ -254,7 +254,7 @@ impl<'a> Reader<'a> {
             tied_head: false,
             head_order: false,
             positions: None,
-            guesses: Some(guesses),
+            draft_head: Some(guesses),
         };
         let ignore = &["rotary_emb.inv_freq", "t2d"];
         FamilyPlan { spec, rules: self.rules, ignore, others: &[], within: None, head: None, warnings: vec![] }

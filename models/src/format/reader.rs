@@ -255,7 +255,7 @@ impl Header {
                 check_order(info, &bytes[info.offset as usize..][..info.len as usize])?;
             }
         }
-        if let Some(head) = spec.guesses.as_ref().filter(|head| head.mapped) {
+        if let Some(head) = spec.draft_head.as_ref().filter(|head| head.mapped) {
             let info = &tensors[by_name["tokens"]];
             check_tokens(info, &bytes[info.offset as usize..][..info.len as usize], head.model_vocab)?;
         }

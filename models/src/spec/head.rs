@@ -292,10 +292,10 @@ mod tests {
     #[test]
     fn a_head_is_for_one_model() {
         let spec: ModelSpec = serde_json::from_str(WIDE).unwrap();
-        let head = spec.guesses.clone().unwrap();
+        let head = spec.draft_head.clone().unwrap();
         let like = |hidden, vocab, layers| {
             let layers = vec![spec.layers[0].clone(); layers];
-            head.fits(&ModelSpec { hidden, vocab, layers, guesses: None, ..spec.clone() }).map_err(|e| e.to_string())
+            head.fits(&ModelSpec { hidden, vocab, layers, draft_head: None, ..spec.clone() }).map_err(|e| e.to_string())
         };
         assert_eq!((like(16, 32, 3), like(16, 32, 4)), (Ok(()), Ok(())));
         let expected =
@@ -327,7 +327,7 @@ mod tests {
         }
         // A model has norms, and layers.
         let mut spec: ModelSpec = serde_json::from_str(WIDE).unwrap();
-        spec.guesses = None;
+        spec.draft_head = None;
         assert!(spec.check().is_err());
     }
 }

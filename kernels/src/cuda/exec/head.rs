@@ -31,7 +31,7 @@ impl CudaExecutor {
     /// A head of this model; from the next step on the states that it reads are kept.
     pub(super) fn head_of(&mut self, file: Arc<ModelFile>) -> Result<CudaHead, ExecError> {
         check_head(self.forward.spec(), file.spec())?;
-        let head = file.spec().guesses.as_ref().expect("checked above");
+        let head = file.spec().draft_head.as_ref().expect("checked above");
         let refused = |what, expected: &str, got: String| Err(ExecError::Head { what, expected: expected.into(), got });
         if let HeadKind::Block { .. } = head.kind {
             return refused("kind on a GPU", "eagle, mtp or medusa", head.method().into());
