@@ -195,7 +195,7 @@ impl<'a> Config<'a> {
         value.and_then(Value::as_str).ok_or_else(|| self.wrong(key, "a string", value))
     }
 
-    /// A size that must be there, from 1 to [`MOST`].
+    /// A size that must be there, from 1 to 2^32 - 1.
     pub fn size(&self, key: &str) -> Result<usize, FamilyError> {
         self.size_or(key, None)
     }
@@ -217,7 +217,7 @@ impl<'a> Config<'a> {
         self.map.contains_key(key)
     }
 
-    /// A whole number up to [`MOST`], or `default` when absent.
+    /// A whole number up to 2^32 - 1, or `default` when absent.
     pub fn whole_or(&self, key: &str, default: usize) -> Result<usize, FamilyError> {
         match self.get(key) {
             None => Ok(default),
