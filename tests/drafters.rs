@@ -6,7 +6,7 @@ use quern::{
     draft::{Accept, Speculation},
     engine::{Engine, EngineOptions, Generator, Request},
 };
-use quern_convert::{Options, convert};
+use quern_convert::{Options, Quant, convert};
 use quern_kernels::sample::SamplingParams;
 use quern_models::ModelFile;
 
@@ -16,7 +16,7 @@ use crate::support::{
 };
 
 /// Heads, and the models that they are for.
-const HEADS: [(&str, &str); 7] = [
+pub const HEADS: [(&str, &str); 7] = [
     ("heads/eagle1", "models/llama"),
     ("heads/eagle1-no-bias", "models/llama"),
     ("heads/eagle3", "models/llama"),
@@ -27,9 +27,9 @@ const HEADS: [(&str, &str); 7] = [
 ];
 
 /// A model with a head behind it in the same file.
-fn with_head(name: &str, model: &str, scratch: &Scratch) -> (Arc<ModelFile>, Arc<ModelFile>) {
+pub fn with_head(name: &str, model: &str, scratch: &Scratch) -> (Arc<ModelFile>, Arc<ModelFile>) {
     let head = (name != model).then(|| fixture(name));
-    let options = Options { head, ..Options::default() };
+    let options = Options { head, head_quant: Some(Quant::Keep), ..Options::default() };
     let report = convert(&fixture(model), &scratch.at("model.qrn"), &options, &mut ());
     let report = report.unwrap_or_else(|e| panic!("{name}: {e}"));
     let file = ModelFile::open(&report.path).unwrap();
@@ -40,7 +40,7 @@ fn with_head(name: &str, model: &str, scratch: &Scratch) -> (Arc<ModelFile>, Arc
 
 const CONTEXT: usize = 150;
 
-fn engine(file: &Arc<ModelFile>, options: EngineOptions) -> Engine {
+pub fn engine(file: &Arc<ModelFile>, options: EngineOptions) -> Engine {
     Engine::new(file.clone(), EngineOptions { context: CONTEXT, ..options }).unwrap()
 }
 
@@ -73,7 +73,7 @@ fn texts_are_the_same_with_heads() {
     for (name, model) in HEADS {
         let scratch = Scratch::new("heads-text");
         let (file, head) = with_head(name, model, &scratch);
-        let method = head.spec().guesses.as_ref().unwrap().method();
+        let method = head.spec().draft_head.as_ref().unwrap().method();
         let requests = requests(file.spec().vocab);
         for run in [Run::Default, Run::Exact] {
             let base = EngineOptions { threads: 1, ..run.engine() };
@@ -120,7 +120,9 @@ fn heads_may_be_judged_by_rejection() {
     let options = EngineOptions { speculation, sequences: 9, threads: 1, ..Run::Default.engine() };
     let mut engine = engine(&file, options);
     engine.with_draft(head, options).unwrap();
-    let requests = requests(file.spec().vocab);
+    let mut requests = requests(file.spec().vocab);
+    // Random weights agree seldom, but where little is likelier than the rest.
+    requests.iter_mut().for_each(|request| request.sampling.temperature *= 4.0);
     let got = answer(&mut engine, &requests);
     assert!(got.iter().zip(&requests).take(7).all(|(got, request)| got.tokens.len() == request.max_tokens));
     assert!(engine.stats().guesses.accepted > 0);

@@ -8,6 +8,7 @@ mod cli;
 mod compressed;
 mod cuda;
 mod drafters;
+mod fresh;
 mod handed;
 mod heads;
 mod lossless;

@@ -68,7 +68,7 @@ pub enum ConvertError {
     },
     /// The source has tensors that no rule of the family uses.
     #[error(
-        "{origin}: {count} tensor(s) have no place in a {family} model, the first is {first}; \
+        "{origin}: {count} tensor(s) have no place in the family {family}, the first is {first}; \
          the checkpoint is not what its config says"
     )]
     LeftOver {

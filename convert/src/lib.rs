@@ -21,4 +21,4 @@ pub use error::{ConvertError, Malformed};
 pub use export::{ExportOptions, Format, GptqFormat, export};
 pub use options::{Options, Phase, Progress, Quant, Report, Row, Step, Verified, grouped};
 pub use pack::pack;
-pub use pipeline::{convert, convert_head};
+pub use pipeline::{convert, convert_head, spec_of};

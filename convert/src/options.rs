@@ -30,7 +30,8 @@ pub struct Options {
     pub lm_head: Option<Quant>,
     /// A checkpoint with a head to take instead of one that the source has.
     pub head: Option<PathBuf>,
-    /// For the weights of a head; as `quant` unless given.
+    /// For the weights of a head. Unless given: [`Quant::Int4`] where `quant` is that, else [`Quant::Int8`]: what a head
+    /// says changes no text, and one in floats costs more time than it saves.
     pub head_quant: Option<Quant>,
     /// Replace an existing output.
     pub force: bool,
@@ -39,6 +40,16 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Options { quant: Quant::Keep, group: None, lm_head: None, head: None, head_quant: None, force: false }
+    }
+}
+
+impl Options {
+    /// What a head's float weights become.
+    pub(crate) fn of_head(&self) -> Quant {
+        self.head_quant.unwrap_or(match self.quant {
+            Quant::Int4 => Quant::Int4,
+            Quant::Keep | Quant::F16 | Quant::Int8 => Quant::Int8,
+        })
     }
 }
 

@@ -127,7 +127,7 @@ fn random(vocab: usize, hidden: usize) -> ModelFile {
         tied_head: true,
         head_order: false,
         positions: None,
-        guesses: None,
+        draft_head: None,
     };
     let int4 = Scheme::Int { bits: 4, group: 32, zero: ZeroKind::Mid, scale: FloatType::F16 };
     let scheme = |dims: usize| if dims == 2 { int4 } else { Scheme::Float(FloatType::F32) };

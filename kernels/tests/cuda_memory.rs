@@ -40,6 +40,8 @@ fn memory_of_heads_is_counted() {
             let (after, _) = gpu.memory().unwrap();
             let (taken, planned) = (before - after, plan.total());
             assert!((1..=planned).contains(&taken), "{kind} {form:?}: {taken} bytes taken, {planned} planned");
+            // Code of the kernels is counted once, with the model.
+            assert!(planned < taken + (160 << 20), "{kind} {form:?}: {taken} bytes taken, {planned} planned");
             assert_eq!(plan.cache, 64 * layers * executor.block_bytes() / 2, "{kind} {form:?}");
             drop(head);
             let device = ExecOptions {
@@ -59,6 +61,7 @@ fn memory_of_heads_is_counted() {
             }
         }
     }
+    states_are_copied_when_wanted(&model);
     // A head that is larger than what is left: the model's cache leaves less than the head's takes, and is not touched.
     let mut large = heads().remove(3).1;
     large.layers = vec![large.layers[0].clone(); 64];
@@ -75,4 +78,24 @@ fn memory_of_heads_is_counted() {
     let ticket = executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
     executor.collect(ticket).unwrap();
     assert!(executor.states().unwrap().is_empty());
+}
+
+/// A step without outputs copies nothing to the host, with a head or without, until somebody asks for states.
+fn states_are_copied_when_wanted(model: &Arc<ModelFile>) {
+    let f16 = Scheme::Float(FloatType::F16);
+    let mut executor = executor(model, Form::F16, KvType::F16, 64);
+    let step = |executor: &mut CudaExecutor, start| {
+        let chunk = Chunk { tokens: &[5, 6], start, blocks: &[0], mask: Mask::Causal, output: Output::None };
+        let ticket = executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
+        executor.collect(ticket).unwrap();
+    };
+    step(&mut executor, 0);
+    let _head = executor.head(made("cu-wanted", f16, f16, heads().remove(0).1)).unwrap();
+    assert!(executor.states().unwrap().is_empty(), "of a step before the head");
+    let copies = || quern_vgpu::load().calls().get("cuMemcpyDtoHAsync_v2").copied().unwrap_or(0);
+    let before = copies();
+    step(&mut executor, 2);
+    assert_eq!(copies(), before);
+    assert_eq!(executor.states().unwrap().len(), 2 * 72);
+    assert_eq!((executor.states().unwrap().len(), copies()), (2 * 72, before + 1));
 }

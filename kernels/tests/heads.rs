@@ -32,7 +32,7 @@ fn heads_equal_the_oracle() {
         let model = made(&format!("of-{name}"), scheme, int(8, 32, ZeroKind::Mid), plain(true));
         for (kind, spec) in heads() {
             let (vocab, medusa) = (spec.vocab, spec.layers.is_empty());
-            let width = spec.guesses.as_ref().unwrap().width();
+            let width = spec.draft_head.as_ref().unwrap().width();
             let file = made(&format!("{kind}-{name}"), scheme, f(FloatType::F16), spec);
             for (mode, kv, bound) in [(Mode::F32, KvType::F32, 2e-6), (Mode::Int8, KvType::F16, 0.03)] {
                 let mut executor = executor(&model, mode, kv, 2);
@@ -65,7 +65,7 @@ fn rows_do_not_depend_on_the_company() {
     let text = tokens(TEXT);
     let model = made("company", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), plain(true));
     for (kind, spec) in heads().into_iter().filter(|(_, spec)| !spec.layers.is_empty()) {
-        let width = spec.guesses.as_ref().unwrap().width();
+        let width = spec.draft_head.as_ref().unwrap().width();
         let file = made(&format!("company-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
         for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::Int8)] {
             let run = |threads, of: usize, sizes: &[usize], others| {
@@ -95,8 +95,8 @@ fn tokens_are_those_of_the_plain_sampler() {
     let warm = SamplingParams { temperature: 1.5, seed: 7, ..SamplingParams::greedy() };
     let careful = SamplingParams { frequency_penalty: 1.0, top_k: 20, temperature: 2.0, seed: 3, ..warm.clone() };
     for (kind, spec) in heads() {
-        let medusa = matches!(spec.guesses.as_ref().unwrap().kind, HeadKind::Medusa { .. });
-        let width = spec.guesses.as_ref().unwrap().width();
+        let medusa = matches!(spec.draft_head.as_ref().unwrap().kind, HeadKind::Medusa { .. });
+        let width = spec.draft_head.as_ref().unwrap().width();
         let file = made(&format!("tokens-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
         let mut executor = executor(&model, Mode::Int8, KvType::F16, 2);
         let mut head = executor.head(file).unwrap();
@@ -198,9 +198,9 @@ fn what_does_not_fit_is_refused() {
     let mut executor = executor(&model, Mode::F32, KvType::F32, 1);
     let error = |got: Result<Box<dyn HeadExecutor>, ExecError>| got.err().unwrap().to_string();
     assert!(error(executor.head(model.clone())).contains("expected a head, got a model"));
-    for (change, what) in [(0, "width"), (1, "model that has"), (2, "layers")] {
+    for (change, what) in [(0, "got 72, 290 and 2;"), (1, "vocabulary 291 and"), (2, "at least 3 layers")] {
         let mut spec = heads().remove(2).1;
-        let head = spec.guesses.as_mut().unwrap();
+        let head = spec.draft_head.as_mut().unwrap();
         match change {
             0 => head.model_hidden += 8,
             1 => head.model_vocab += 1,
@@ -223,4 +223,37 @@ fn what_does_not_fit_is_refused() {
     assert!(guess(&[1], &Fed::Model(vec![&states[..72]]), &[1]).unwrap_err().contains("history"));
     assert!(guess(&[300], &Fed::Model(vec![&states[..72]]), &[0, 300]).unwrap_err().contains("below 290"));
     guess(&[1], &Fed::Model(vec![&states[..72]]), &[0, 1]).unwrap();
+    // Heads give tokens or logits.
+    let mut refused = |output| {
+        let chunk = Chunk { tokens: &[1], start: 0, blocks: &[0], mask: Mask::Causal, output };
+        head.guess(&Plan { chunks: vec![chunk] }, &Fed::Model(vec![&states[..72]])).unwrap_err().to_string()
+    };
+    let params = SamplingParams::greedy();
+    let tokens = |logprobs, allowed| Output::Tokens {
+        from: 0,
+        params: &params,
+        history: &[0, 1],
+        prompt_len: 1,
+        logprobs,
+        allowed,
+    };
+    let allowed = [u32::MAX; 10];
+    let outputs = [
+        (tokens(Some(0), None), "logprobs"),
+        (tokens(None, Some(&allowed)), "allowed tokens"),
+        (Output::Hidden { from: 0 }, "hidden states"),
+    ];
+    for (output, got) in outputs {
+        let error = refused(output);
+        assert!(
+            error.ends_with(&format!("output: expected tokens, logits or nothing of a head, got {got}")),
+            "{error}"
+        );
+    }
+    // A block has no trees.
+    let mut head = executor.head(made("fits-block", f16, f16, block_head())).unwrap();
+    let (mask, output) = (Mask::Tree(&[1, 3]), Output::None);
+    let chunk = Chunk { tokens: &[1, 7], start: 0, blocks: &[0], mask, output };
+    let error = head.guess(&Plan { chunks: vec![chunk] }, &Fed::Nothing).unwrap_err().to_string();
+    assert!(error.contains("mask: expected Causal or Full") && error.ends_with("got a tree"), "{error}");
 }

@@ -13,7 +13,7 @@ mod head;
 
 use serde::{Deserialize, Serialize};
 
-pub use head::{Head, HeadKind, JoinedMethod, States};
+pub use head::{Head, HeadKind, JoinedMethod, OtherModel, States};
 
 /// A whole decoder, or a head of one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -39,9 +39,9 @@ pub struct ModelSpec {
     /// Rows of a table of learned positions, of which row `p` is added to the embedding of the token at `p`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub positions: Option<usize>,
-    /// It is no model: it guesses a model's tokens.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub guesses: Option<Head>,
+    /// It is no model: it guesses a model's tokens. The file says `guesses`.
+    #[serde(rename = "guesses", default, skip_serializing_if = "Option::is_none")]
+    pub draft_head: Option<Head>,
 }
 
 fn is_false(b: &bool) -> bool {
@@ -278,12 +278,12 @@ impl ModelSpec {
         size("vocab", self.vocab, MAX_SIZE)?;
         size("hidden", self.hidden, MAX_SIZE)?;
         size("max_context", self.max_context, MAX_SIZE)?;
-        match &self.guesses {
+        match &self.draft_head {
             Some(head) => head.check(self)?,
             None => size("the number of layers", self.layers.len(), MAX_LAYERS)?,
         }
         if self.layers.len() > MAX_LAYERS {
-            return Err(SpecError(format!("{} layers, expected at most {MAX_LAYERS}", self.layers.len())));
+            return Err(SpecError(format!("{} layers, expected 0 to {MAX_LAYERS}", self.layers.len())));
         }
         if let Some(rows) = self.positions {
             size("positions", rows, MAX_SIZE)?;
@@ -299,9 +299,9 @@ impl ModelSpec {
         let qk = self.layers.iter().filter_map(|l| match &l.attn {
             Attn::Gqa { qk_norm, .. } => qk_norm.as_ref(),
         });
-        let heads = self.guesses.iter().flat_map(Head::norms);
+        let heads = self.draft_head.iter().flat_map(Head::norms);
         for norm in norms.chain(qk).chain(heads) {
-            if !norm.weighted() && self.guesses.is_none() {
+            if !norm.weighted() && self.draft_head.is_none() {
                 return Err(SpecError("a model's layer without a norm, which only heads have".into()));
             }
             let eps = norm.eps();
@@ -363,7 +363,7 @@ impl ModelSpec {
         if let Some(rows) = self.positions {
             need(&mut all, "positions".into(), &[rows, hidden]);
         }
-        if let Some(head) = &self.guesses {
+        if let Some(head) = &self.draft_head {
             self.input_of(head, &mut all);
         }
         for (i, layer) in self.layers.iter().enumerate() {
@@ -408,25 +408,25 @@ impl ModelSpec {
 
     /// Tokens that may come in.
     pub fn known_tokens(&self) -> usize {
-        self.guesses.as_ref().map_or(self.vocab, |head| head.model_vocab)
+        self.draft_head.as_ref().map_or(self.vocab, |head| head.model_vocab)
     }
 
     /// Numbers that q, k and v of a layer read.
     pub fn attn_width(&self, layer: usize) -> usize {
-        let wide = layer == 0 && matches!(self.guesses, Some(Head { kind: HeadKind::Wide { .. }, .. }));
+        let wide = layer == 0 && matches!(self.draft_head, Some(Head { kind: HeadKind::Wide { .. }, .. }));
         if wide { 2 * self.hidden } else { self.hidden }
     }
 
     /// Whether there is a tensor `embed`.
     fn embeds(&self) -> bool {
         let own = |head: &Head| !head.shared_embed && !matches!(head.kind, HeadKind::Medusa { .. });
-        self.guesses.as_ref().is_none_or(own)
+        self.draft_head.as_ref().is_none_or(own)
     }
 
     /// Whether there is a tensor `head` if it is not `embed`.
     fn has_head(&self) -> bool {
         let own = |head: &Head| !head.shared_head && !matches!(head.kind, HeadKind::Medusa { .. });
-        self.guesses.as_ref().is_none_or(own)
+        self.draft_head.as_ref().is_none_or(own)
     }
 
     /// Tensors of a head besides those of its layers.

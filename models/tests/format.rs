@@ -40,7 +40,7 @@ fn spec() -> ModelSpec {
         tied_head: false,
         head_order: false,
         positions: None,
-        guesses: None,
+        draft_head: None,
     }
 }
 
@@ -209,6 +209,58 @@ fn flips_behind_a_right_hash_do_not_panic() {
         }
     }
     assert!(refused > 4096, "only {refused} of 12288 changes were noticed behind the hash");
+}
+
+/// A head that knows some of the model's tokens says which: they must be the model's.
+#[test]
+fn tokens_of_a_head_are_the_models() {
+    let spec: ModelSpec = serde_json::from_value(serde_json::json!({
+        "family": "eagle3", "vocab": 8, "hidden": 16, "max_context": 64,
+        "layers": [{
+            "attn_norm": {"kind": "identity"},
+            "attn": {"kind": "gqa", "heads": 2, "kv_heads": 1, "head_dim": 8, "scale": 0.5},
+            "mlp_norm": {"kind": "rms", "eps": 1e-5},
+            "mlp": {"kind": "gated", "inner": 8, "act": "silu"},
+        }],
+        "norm": {"kind": "rms", "eps": 1e-5}, "tied_head": false,
+        "guesses": {
+            "states": {"kind": "before", "layers": [1, 2]}, "model_hidden": 16, "model_vocab": 32,
+            "kind": {
+                "kind": "wide",
+                "embed_norm": {"kind": "rms", "eps": 1e-5}, "state_norm": {"kind": "rms", "eps": 1e-5},
+            },
+            "shared_embed": true, "mapped": true,
+        },
+    }))
+    .unwrap();
+    let (dir, meta) = (dir("tokens"), |spec| Meta {
+        spec,
+        tokenizer: None,
+        chat_template: None,
+        generation: Generation::default(),
+        provenance: serde_json::json!({}),
+    });
+    let path = dir.join("head.qrn");
+    let open = |tokens: [f32; 8]| {
+        let scheme = Scheme::Float(FloatType::F32);
+        let needed = spec.tensors().into_iter();
+        let plans: Vec<_> = needed.map(|t| TensorPlan { scheme, name: t.name, dims: t.dims }).collect();
+        let mut writer = FileWriter::create(&path, &meta(spec.clone()), plans.clone()).unwrap();
+        for (i, plan) in plans.iter().enumerate() {
+            let tokens: Vec<u8> = tokens.iter().flat_map(|t| t.to_le_bytes()).collect();
+            writer.write(&if plan.name == "tokens" { tokens } else { bytes(plan, i) }).unwrap();
+        }
+        writer.finish().unwrap();
+        ModelFile::open(&path).map(drop).map_err(|e| e.to_string())
+    };
+    open([0.0, 1.0, 5.0, 7.0, 9.0, 10.0, 30.0, 31.0]).unwrap();
+    for (bad, shown) in [(32.0, "32"), (-1.0, "-1"), (2.5, "2.5"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
+        let mut tokens = [0.0, 1.0, 5.0, 7.0, 9.0, 10.0, 30.0, 31.0];
+        tokens[6] = bad;
+        let expected = "tensor tokens: elements: expected whole numbers below 32, the model's tokens, got ";
+        assert_eq!(open(tokens), Err(format!("{expected}{shown} at 6")));
+    }
+    fs::remove_dir_all(dir).unwrap();
 }
 
 /// Two models in one file: each is what it was, and nothing of either can be changed unnoticed.

@@ -49,7 +49,7 @@ fn opening_a_large_file_takes_little_memory() {
         tied_head: true,
         head_order: false,
         positions: None,
-        guesses: None,
+        draft_head: None,
     };
     let float = Scheme::Float(FloatType::F32);
     let plans: Vec<_> =

@@ -12,7 +12,9 @@ use std::{
 };
 
 use clap::{Args, ValueEnum};
-use quern_convert::{ConvertError, Options, Phase, Progress, Quant, Report, Step, convert, convert_head, grouped};
+use quern_convert::{
+    ConvertError, Options, Phase, Progress, Quant, Report, Step, convert, convert_head, grouped, spec_of,
+};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use quern_models::{ModelFile, ModelSpec, join, spec::Head};
@@ -53,7 +55,8 @@ pub struct ConvertArgs {
     /// a .qrn file, too
     #[arg(long, value_name = "HEAD", conflicts_with = "draft")]
     head: Option<PathBuf>,
-    /// What a head's float weights become; that changes how often it guesses right, never the text [default: as --quant]
+    /// What a head's float weights become; that changes how often it guesses right, never the text [default: int8, int4
+    /// with --quant int4]
     #[arg(long, value_enum, value_name = "QUANT")]
     head_quant: Option<QuantArg>,
     /// SOURCE is a head of this .qrn file's model: make a file of its own, for --draft
@@ -104,7 +107,7 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
     // Before the work, which takes minutes.
     let small = made.map(open_any).transpose()?;
     if let (Some(path), Some(small)) = (&args.head, &small)
-        && small.spec().guesses.is_none()
+        && small.spec().draft_head.is_none()
     {
         return Err(Usage(format!("--head {0}: a model, not a head; --draft {0} takes it", path.display())).into());
     }
@@ -117,6 +120,7 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
         force: args.force,
     };
     let (source, beside) = (&args.source, args.draft.is_some() || args.head.is_some());
+    let flag = if args.draft.is_some() { "--draft" } else { "--head" };
     if beside && qrn(source) {
         let what = if args.draft.is_some() { "a draft model" } else { "a head" };
         let out = args.out.ok_or_else(|| Usage(format!("a .qrn file with {what} needs a new name: --out FILE")))?;
@@ -125,7 +129,7 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
         }
         let Some(head) = &options.head else {
             let small = small.as_ref().expect("what is not converted was opened");
-            return joined(source, small, &out);
+            return joined(source, small, flag, &out);
         };
         let model = open(source)?;
         return behind(&with_line(|line| convert_head(head, &model, &out, true, &options, line))?);
@@ -139,6 +143,10 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
         let model = open(model)?;
         return print(&closing(&with_line(|line| convert_head(source, &model, &out, false, &options, line))?));
     }
+    // Of a head that is a file already; that of a checkpoint is planned with the model.
+    if let Some(head) = small.as_ref().and_then(|small| small.spec().draft_head.as_ref()) {
+        head.fits(&spec_of(source)?).map_err(|reason| format!("{flag}: {reason}"))?;
+    }
     let report = with_line(|line| {
         let report = convert(source, &out, &options, line)?;
         line.clear();
@@ -151,7 +159,7 @@ pub fn main(args: ConvertArgs) -> Result<(), Box<dyn Error>> {
     match (&small, &report.head) {
         (Some(small), _) => {
             let without = |e| format!("{e}; {} has the model alone", report.path.display()).into();
-            joined(&report.path, small, &report.path).map_err(without)
+            joined(&report.path, small, flag, &report.path).map_err(without)
         }
         (None, Some(head)) => behind(head),
         (None, None) => Ok(()),
@@ -181,7 +189,7 @@ fn added(out: &Path, what: &str, bytes: u64) -> String {
 
 /// What a file behind a model is.
 fn kind(spec: &ModelSpec) -> &'static str {
-    match spec.guesses.as_ref().map(Head::method) {
+    match spec.draft_head.as_ref().map(Head::method) {
         None => "a draft model",
         Some("eagle") => "a head (eagle)",
         Some("mtp") => "a head (mtp)",
@@ -192,9 +200,8 @@ fn kind(spec: &ModelSpec) -> &'static str {
 }
 
 /// Puts a small model into a copy of a file, or into the file.
-fn joined(model: &Path, small: &ModelFile, out: &Path) -> Result<(), Box<dyn Error>> {
+fn joined(model: &Path, small: &ModelFile, flag: &str, out: &Path) -> Result<(), Box<dyn Error>> {
     let file = open(model)?;
-    let flag = if small.spec().guesses.is_some() { "--head" } else { "--draft" };
     draft::check(&file, small).map_err(|reason| format!("{flag}: {reason}"))?;
     // The new file may take the place of the old one, so damage is found before.
     file.verify().map_err(|e| format!("{}: {e}", model.display()))?;

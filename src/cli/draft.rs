@@ -11,16 +11,30 @@ use crate::{
     text::{TextModel, Tokenizer, printable},
 };
 
+/// A flag that cannot be followed.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{flag}: {reason}")]
+pub struct Misfit {
+    /// The flag.
+    pub flag: &'static str,
+    /// Why.
+    pub reason: String,
+}
+
 /// The small model or head of the flags or else of the file, if there is one; refuses a method that needs another.
 /// `requests`: whether requests may choose their method.
-pub fn of(args: &EngineArgs, file: &ModelFile, requests: bool) -> Result<Option<Arc<ModelFile>>, String> {
+pub fn of(args: &EngineArgs, file: &ModelFile, requests: bool) -> Result<Option<Arc<ModelFile>>, Misfit> {
     let found = match &args.draft {
-        Some(path) => Some(open(path, file).map_err(|e| e.to_string())?),
+        Some(path) => {
+            let opened = open(path, file);
+            Some(opened.map_err(|e| Misfit { flag: "--draft", reason: e.to_string() })?)
+        }
         // Nobody may ask for it.
         None if args.speculate.method == Method::Off && !requests => None,
         None => file.draft().cloned(),
     };
-    fits(args.speculate, found.as_deref())?;
+    let fits = fits(args.speculate, found.as_deref(), args.draft.is_some());
+    fits.map_err(|reason| Misfit { flag: "--speculate", reason })?;
     Ok(found)
 }
 
@@ -33,20 +47,22 @@ pub fn give(
     options: EngineOptions,
 ) -> Result<(), OpenError> {
     let Some(found) = found else { return Ok(()) };
-    let (asked, method) = (args.draft.is_some() || args.speculate.method.needs_file(), Method::of(found.spec()));
-    match engine.with_draft(found, options) {
-        Err(error) if !asked => {
-            let error = printable(&error.to_string());
-            eprintln!("the file's own guesses ({}) cannot be used, going on without: {error}", method.name());
-            Ok(())
-        }
-        done => done,
+    let method = Method::of(found.spec());
+    let Err(error) = engine.with_draft(found, options) else { return Ok(()) };
+    let of = match args.draft {
+        Some(_) => "--draft".to_string(),
+        None => format!("the file's own guesses ({})", method.name()),
+    };
+    if args.draft.is_some() || args.speculate.method.needs_file() {
+        return Err(OpenError::Guesses { of, source: Box::new(error) });
     }
+    eprintln!("{of} cannot be used, going on without: {}", printable(&error.to_string()));
+    Ok(())
 }
 
-/// Refuses a method that needs another file than is there.
-pub fn fits(speculation: Speculation, found: Option<&ModelFile>) -> Result<(), String> {
-    let needed = |method: Method| match method {
+/// Refuses a method that needs another file than is there. `given`: it is that of --draft, not the model's own.
+pub fn fits(speculation: Speculation, found: Option<&ModelFile>, given: bool) -> Result<(), String> {
+    let named = |method: Method| match method {
         Method::Draft => "a small model".to_string(),
         method => format!("a head of the kind {}", method.name()),
     };
@@ -54,10 +70,11 @@ pub fn fits(speculation: Speculation, found: Option<&ModelFile>) -> Result<(), S
     if !speculation.method.needs_file() || there == Some(speculation.method) {
         return Ok(());
     }
-    let needs = needed(speculation.method);
+    let needs = named(speculation.method);
+    let whose = if given { "that of --draft" } else { "what the file has" };
     Err(match there {
-        None => format!("--speculate {speculation} needs {needs}: --draft FILE, or one in the file"),
-        Some(there) => format!("--speculate {speculation} needs {needs}, and what is there is {}", needed(there)),
+        None => format!("{speculation} needs {needs}: --draft FILE, or one in the file"),
+        Some(there) => format!("{speculation} needs {needs}, and {whose} is {}", named(there)),
     })
 }
 
@@ -70,8 +87,8 @@ pub fn open(path: &Path, of: &ModelFile) -> Result<Arc<ModelFile>, Box<dyn Error
 
 /// Why a small model cannot write ahead of a large one.
 pub fn check(large: &ModelFile, small: &ModelFile) -> Result<(), String> {
-    if let Some(head) = &small.spec().guesses {
-        return head.fits(large.spec()).map_err(|e| e.0);
+    if let Some(head) = &small.spec().draft_head {
+        return head.fits(large.spec()).map_err(|e| e.to_string());
     }
     let refused = |reason| format!("{reason}; a draft model must have the same tokens as the model it writes ahead of");
     let text = |file| TextModel::of(file).map_err(|e| e.to_string());

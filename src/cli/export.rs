@@ -97,7 +97,7 @@ pub fn main(args: ExportArgs) -> Result<(), Box<dyn Error>> {
     let file = super::open(&args.file)?;
     let mut line = Line::new()?;
     if let Some(draft) = file.draft() {
-        let what = if draft.spec().guesses.is_some() { "head" } else { "draft model" };
+        let what = if draft.spec().draft_head.is_some() { "head" } else { "draft model" };
         line.note(&format!("the {what} behind the model is left out: other programs have it in a folder of its own"));
     }
     let result = export(&args.file, &out, &options, &mut line);

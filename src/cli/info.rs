@@ -136,7 +136,7 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
         weights as f64 / 1e6,
         bytes as f64 * 8.0 / weights as f64
     )?;
-    let what = if spec.guesses.is_some() { "head of     " } else { "model       " };
+    let what = if spec.draft_head.is_some() { "head of     " } else { "model       " };
     let (layers, widths) = spec.layers.first().map_or_else(Default::default, |layer| {
         let Attn::Gqa { heads, kv_heads, head_dim, .. } = layer.attn;
         let widths = format!("{heads}/{kv_heads} heads of {head_dim}, inner {}, ", layer.mlp.inner());
@@ -147,12 +147,12 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
         "{what} {}, {layers}hidden {}, {widths}vocabulary {}, context {}",
         spec.family, spec.hidden, spec.vocab, spec.max_context
     )?;
-    if let Some(head) = &spec.guesses {
+    if let Some(head) = &spec.draft_head {
         writeln!(s, "guesses      {}", mechanisms::head(head, spec))?;
     }
     if let Some(draft) = file.draft() {
         let (spec, size) = (draft.spec(), size(draft.file_len()));
-        match &spec.guesses {
+        match &spec.draft_head {
             Some(head) => writeln!(s, "head behind  {size} more: {}; {}", spec.family, mechanisms::head(head, spec))?,
             None => {
                 let layers = mechanisms::layers(spec);
@@ -174,7 +174,7 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
         )?;
     }
     let text = |p: bool, yes: String| if p { yes } else { "none".into() };
-    if spec.guesses.is_none() {
+    if spec.draft_head.is_none() {
         writeln!(s, "head         {}", if spec.tied_head { "tied to the embedding" } else { "its own" })?;
         writeln!(
             s,

@@ -322,8 +322,12 @@ fn batch(text: &str) -> Result<usize, String> {
     n.ok_or_else(|| format!("expected a number of sequences from 1 to {MAX_BATCH}"))
 }
 
+/// Largest number of a flag that counts something: sums of some fit a usize.
+const MAX_COUNT: usize = 1 << 40;
+
 fn positive(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "expected a whole number of at least 1".into())
+    let n = text.parse().ok().filter(|n| (1..=MAX_COUNT).contains(n));
+    n.ok_or_else(|| format!("expected a whole number from 1 to {MAX_COUNT}"))
 }
 
 /// Opens a model file; the message names it once. A head is refused: it runs only beside its model.
@@ -337,7 +341,7 @@ pub fn open(path: &Path) -> Result<ModelFile, Box<dyn Error>> {
 
 /// Why a file is no model, if it is a head.
 fn not_a_model(path: &Path, file: &ModelFile) -> Option<String> {
-    let head = file.spec().guesses.as_ref()?;
+    let head = file.spec().draft_head.as_ref()?;
     let (shown, method) = (path.display(), head.method());
     Some(format!(
         "{shown}: expected a model, got a head ({method}), which guesses for its model: give the model, and --draft {shown} \
@@ -396,6 +400,14 @@ mod tests {
         assert_eq!(typed("run -ngl=5 m"), words("run --gpu-layers=5 m"));
         for other in ["run -ngl5 m", "run -n gl", "run -- -ngl", "run --ngl 5"] {
             assert_eq!(typed(other), words(other));
+        }
+    }
+
+    #[test]
+    fn counts_have_two_bounds() {
+        assert_eq!((positive("1"), positive("1099511627776")), (Ok(1), Ok(1 << 40)));
+        for bad in ["0", "-1", "1.5", "", "1099511627777", "1000000000000000000000"] {
+            assert_eq!(positive(bad).unwrap_err(), "expected a whole number from 1 to 1099511627776", "{bad}");
         }
     }
 }

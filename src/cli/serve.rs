@@ -185,7 +185,7 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
         return Err(RunError::Open(OpenError::Context { asked: args.engine.ctx, most }).into());
     }
     let options = args.engine.fitting(&file, engine_options(args, file.spec())).map_err(RunError::Open)?;
-    let small = draft::of(&args.engine, &file, true).map_err(|e| Usage(format!("--draft: {e}")))?;
+    let small = draft::of(&args.engine, &file, true).map_err(|e| Usage(e.to_string()))?;
     if options.batch_tokens == 1 && options.speculation.method != Method::Off {
         say("--batch-tokens 1 has no room for guesses: none are made");
     }

@@ -58,7 +58,7 @@ impl Method {
 
     /// The method of a file that guesses for a model: a small model, or a head.
     pub fn of(spec: &ModelSpec) -> Method {
-        spec.guesses.as_ref().map_or(Method::Draft, Method::of_head)
+        spec.draft_head.as_ref().map_or(Method::Draft, Method::of_head)
     }
 
     /// Whether it needs a file that guesses.

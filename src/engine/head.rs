@@ -5,9 +5,9 @@
 //! the scheduler gives, shares, copies and takes back holds for both.
 //!
 //! A head's row reads a token and the state before it (`quern_models::spec::Head`), so the last row of a block that was
-//! found in the cache was read with another's token. That, and whatever it could not read (rows of a block that was
-//! copied before they were read, or whose text ended before), costs right guesses and nothing else: what it guesses
-//! changes no text.
+//! found in the cache was read with another's token. That, and whatever it could not read (rows of a block whose text
+//! ended before they were read), costs right guesses and nothing else: what it guesses changes no text. Rows of a block
+//! that is copied before they were read are read for the copy, too.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -95,7 +95,7 @@ impl Writing<'_> {
 impl Head {
     /// A head on its device.
     pub fn new(executor: Box<dyn HeadExecutor>, spec: &ModelSpec) -> Head {
-        let head = spec.guesses.clone().expect("an executor of a head has the spec of one");
+        let head = spec.draft_head.clone().expect("an executor of a head has the spec of one");
         let (hidden, context, width) = (spec.hidden, spec.max_context, head.width());
         let (asked, kept) = (BTreeSet::new(), BTreeMap::new());
         Head { executor, spec: head, width, hidden, context, asked, kept, pass: 0.0 }
@@ -114,11 +114,11 @@ impl Head {
     fn pass(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<(ChunkOutput, Vec<f32>)>, ExecError> {
         let started = Instant::now();
         let outputs = self.executor.guess(plan, fed)?;
-        let (own, hidden) = (self.executor.own()?, self.hidden);
+        // Those that guess all at once feed nothing back.
+        let (own, hidden) = (if self.at_once().is_none() { self.executor.own()? } else { &[] }, self.hidden);
         let mut end = 0;
         let both = outputs.into_iter().zip(&plan.chunks).map(|(output, chunk)| {
             end += chunk.tokens.len() * hidden;
-            // Those that guess all at once feed nothing back.
             (output, own.get(end - hidden..end).unwrap_or_default().to_vec())
         });
         let both = both.collect();
@@ -175,8 +175,21 @@ impl Writer for Head {
         Ability { method, pass, at_once: self.at_once().is_some(), context, most }
     }
 
-    fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
-        self.executor.copy_block(from, to)
+    fn copy_block(&mut self, scheduler: &Scheduler, from: u32, to: u32) -> Result<(), ExecError> {
+        self.executor.copy_block(from, to)?;
+        let holders = |block| scheduler.sequences().filter(move |s| s.blocks.contains(&block));
+        let Some(new) = holders(to).next() else { return Ok(()) };
+        let first = new.blocks.iter().position(|&b| b == to).map_or(0, |at| at * BLOCK);
+        // Whoever has read less knows more of what the copy lacks.
+        let kept = holders(from).filter_map(|old| self.kept.get(&old.id));
+        let kept = kept.filter(|kept| kept.start < new.computed && kept.end(self.width) >= new.computed);
+        if let Some(kept) = kept.min_by_key(|kept| kept.start) {
+            let start = kept.start.max(first);
+            let rows = (start - kept.start) * self.width..(new.computed - kept.start) * self.width;
+            let states = kept.states[rows].to_vec();
+            self.kept.insert(new.id, Kept { start, states });
+        }
+        Ok(())
     }
 
     fn keeps(&self) -> bool {

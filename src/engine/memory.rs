@@ -10,11 +10,11 @@ use quern_kernels::{
 };
 use quern_models::{
     ModelFile, ModelSpec,
-    spec::{Attn, Mlp},
+    spec::{Attn, HeadKind, Mlp},
 };
 
 use super::{EngineOptions, head::MANY};
-use crate::sched::LOGIT_ROWS;
+use crate::{draft::Accept, sched::LOGIT_ROWS};
 
 /// Bytes, part by part.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -75,7 +75,7 @@ impl MemoryPlan {
         let there = exec::device_memory(file, &options.exec(spec));
         let Some(DeviceMemory { weights, block, scratch: buffers, free, layers, host, shared }) = there else {
             let block = exec::block_bytes(spec, options.kv) as u64;
-            let scratch = scratch(spec, options.rows(), options.sequences + LOGIT_ROWS);
+            let scratch = scratch(spec, rows_of(spec, options), logits_of(spec, options));
             return plan(options.device, file.file_len(), block, scratch, available());
         };
         let host = host.map(|HostMemory { weights, block }| {
@@ -105,7 +105,7 @@ impl MemoryPlan {
     /// The plan of an engine with a small model or a head besides, which has as many blocks.
     pub fn with_draft(self, file: &ModelFile, options: &EngineOptions) -> MemoryPlan {
         let mut small = MemoryPlan::new(file, &EngineOptions { gpu_layers: None, ..*options });
-        if let Some(head) = &file.spec().guesses {
+        if let Some(head) = &file.spec().draft_head {
             // States of a step, kept by the model and by the head, and those of each text that wait to be read.
             let rows = 2 * options.rows() + options.sequences.saturating_mul(MANY);
             small.scratch = small.scratch.saturating_add(4 * (rows as u64).saturating_mul(head.width() as u64));
@@ -189,16 +189,41 @@ impl fmt::Display for MemoryPlan {
     }
 }
 
-/// Buffers of the largest step: so many rows of every width, logits of one row per sequence and of the rows of prompts
-/// that keep theirs, and a fixed part.
-fn scratch(spec: &ModelSpec, rows: usize, logit_rows: usize) -> u64 {
+/// Rows of the largest step; a head reads those of a step, and what it has not read of every text, at once.
+fn rows_of(spec: &ModelSpec, options: &EngineOptions) -> usize {
+    let unread = if spec.draft_head.is_some() { options.sequences.saturating_mul(MANY) } else { 0 };
+    options.rows().saturating_add(unread)
+}
+
+/// Logits that are there at once: of a model those of one row per sequence and of the rows of prompts that keep theirs.
+/// Of a head those of its own tokens, and by the model's tokens those of all guesses if they are judged by rejection, with
+/// what each was drawn from (16 bytes a token, like four logits).
+fn logits_of(spec: &ModelSpec, options: &EngineOptions) -> usize {
+    let Some(head) = &spec.draft_head else { return spec.vocab.saturating_mul(options.sequences + LOGIT_ROWS) };
+    // No more are guessed in a step.
+    let sequences = options.sequences.min(LOGIT_ROWS);
+    let (own, guesses) = match head.kind {
+        HeadKind::Medusa { guesses, .. } => (sequences, sequences * guesses),
+        HeadKind::Block { size, .. } => (LOGIT_ROWS.max(size), LOGIT_ROWS.max(size)),
+        HeadKind::Joined { .. } | HeadKind::Wide { .. } => (sequences, sequences),
+    };
+    let given = match options.speculation.accept {
+        Accept::Exact => 1,
+        Accept::Rejection => guesses + 4 * LOGIT_ROWS,
+    };
+    own * spec.vocab + given * head.model_vocab
+}
+
+/// Buffers of the largest step: so many rows of every width, so many logits, and a fixed part.
+fn scratch(spec: &ModelSpec, rows: usize, logits: usize) -> u64 {
     let widest = spec.layers.iter().map(|layer| {
         let Attn::Gqa { heads, kv_heads, head_dim, .. } = layer.attn;
         let (Mlp::Gated { inner, .. } | Mlp::Plain { inner, .. }) = layer.mlp;
         (2 * heads + 2 * kv_heads) * head_dim + 2 * inner
     });
-    let row = 3 * spec.hidden + widest.max().unwrap_or(0);
-    let logits = spec.vocab.saturating_mul(logit_rows);
+    // What a head's rows begin with: embedding, state, both side by side, and the model's states.
+    let begin = spec.draft_head.as_ref().map_or(0, |head| 4 * spec.hidden + head.width());
+    let row = 3 * spec.hidden + begin + widest.max().unwrap_or(0);
     let numbers = (rows as u64).saturating_mul(row as u64).saturating_add(logits as u64);
     numbers.saturating_mul(4).saturating_add(32 << 20)
 }

@@ -96,7 +96,7 @@ impl EngineOptions {
     pub fn blocks_of(&self, spec: &ModelSpec) -> usize {
         let whole = self.context_of(spec).div_ceil(BLOCK);
         match self.cache_tokens {
-            0 => whole * self.sequences.max(1),
+            0 => whole.saturating_mul(self.sequences.max(1)),
             tokens => tokens.div_ceil(BLOCK).max(whole),
         }
     }
@@ -108,9 +108,17 @@ pub enum OpenError {
     /// The device cannot run it.
     #[error(transparent)]
     Exec(#[from] ExecError),
-    /// The small model cannot follow this one.
-    #[error("--draft: {0}")]
+    /// Nothing besides can guess for this model.
+    #[error("{0}")]
     Draft(&'static str),
+    /// What was to guess cannot.
+    #[error("{of}: {source}")]
+    Guesses {
+        /// The flag, or what of the file.
+        of: String,
+        /// Why.
+        source: Box<OpenError>,
+    },
     /// An option contradicts the model.
     #[error("--ctx {asked}: the model was made for at most {most} tokens")]
     Context {
@@ -192,7 +200,7 @@ impl Engine {
             ));
         }
         let (vocab, spec) = (self.file.spec().vocab, file.spec().clone());
-        if spec.guesses.is_some() {
+        if spec.draft_head.is_some() {
             let head = Head::new(self.executor.head(file)?, &spec);
             self.guesser.writer = Some(head.ability());
             self.writer = Some(Box::new(head));
@@ -290,7 +298,7 @@ impl Engine {
     ) -> Result<Vec<Scheduled>, EngineError> {
         for &(from, to) in &step.copies {
             self.executor.copy_block(from, to).map_err(failed)?;
-            if let Some(Err(error)) = self.writer.as_mut().map(|writer| writer.copy_block(from, to)) {
+            if let Some(Err(error)) = self.writer.as_mut().map(|writer| writer.copy_block(&self.scheduler, from, to)) {
                 self.without_writer(&error);
             }
         }

@@ -71,7 +71,7 @@ impl Writer for Small {
         Ability { method: Method::Draft, pass: self.pass, at_once: false, context: self.context, most: MOST }
     }
 
-    fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
+    fn copy_block(&mut self, _: &Scheduler, from: u32, to: u32) -> Result<(), ExecError> {
         self.executor.copy_block(from, to)
     }
 

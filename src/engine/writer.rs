@@ -17,8 +17,8 @@ pub(super) trait Writer: Send {
     /// What it can do.
     fn ability(&self) -> Ability;
 
-    /// Copies a block, as the model does.
-    fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError>;
+    /// Copies a block, as the model does, for a sequence that goes on inside it.
+    fn copy_block(&mut self, scheduler: &Scheduler, from: u32, to: u32) -> Result<(), ExecError>;
 
     /// Reads what the step computes of prompts, and guesses for those that have room for guesses.
     fn write(&mut self, scheduler: &Scheduler, asked: &[Asked]) -> Result<BTreeMap<u64, Written>, ExecError>;

@@ -221,6 +221,11 @@ impl Scheduler {
         self.running.iter().find(|s| s.id == id)
     }
 
+    /// Sequences that run, in order.
+    pub fn sequences(&self) -> impl Iterator<Item = &Sequence> {
+        self.running.iter()
+    }
+
     /// Ends a sequence, running or waiting, and takes its blocks back.
     pub fn remove(&mut self, id: u64) {
         if let Some(i) = self.running.iter().position(|s| s.id == id) {

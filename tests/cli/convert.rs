@@ -201,7 +201,13 @@ fn a_draft_model_goes_into_the_file() {
     let refused = quern(&["convert", arg(&small), "--draft", arg(&other), "-o", arg(&joined), "--force"]);
     refused.fails(&["--draft", "the same tokens"]);
     quern(&["run", arg(&small), "--draft", arg(&other), "-p", "x"]).misused(&["--draft", "the same tokens"]);
-    quern(&["run", arg(&small), "--speculate", "draft", "-p", "x"]).misused(&["--speculate draft", "--draft FILE"]);
+    quern(&["run", arg(&small), "--speculate", "draft", "-p", "x"])
+        .misused(&["--speculate: draft needs a small model", "--draft FILE"]);
+    let own = quern(&["run", arg(&both), "--speculate", "eagle", "-p", "x"]);
+    own.misused(&["--speculate: eagle needs a head of the kind eagle, and what the file has is a small model"]);
+    let given = ["run", arg(&small), "--draft", arg(&small), "--speculate", "medusa", "-p", "x"];
+    quern(&given)
+        .misused(&["--speculate: medusa needs a head of the kind medusa, and that of --draft is a small model"]);
     quern(&["run", arg(&small), "--speculate", "nonsense", "-p", "x"]).misused(&["expected off, auto"]);
     quern(&["run", arg(&small), "--accept", "maybe", "-p", "x"]).misused(&["exact or rejection"]);
 }
@@ -224,7 +230,8 @@ fn a_head_goes_into_the_file_or_beside_it() {
     quern(&["convert", arg(&model), "--head", arg(&head), "-o", arg(&both)]).ok().prints(&said);
     quern(&["convert", arg(&model), "--head", arg(&eagle), "-o", arg(&both)]).fails(&["exists", "--force"]);
     quern(&["convert", arg(&model), "--head", arg(&eagle), "-o", arg(&both), "--force"]).ok().prints(&said);
-    quern(&["convert", arg(&llama), "--head", arg(&eagle), "-o", arg(&again)]).ok().prints(&said);
+    let once = quern(&["convert", arg(&llama), "--head", arg(&eagle), "-o", arg(&again)]).ok().prints(&said);
+    once.prints(&["codes nearest to the source's floats"]);
     assert_eq!(fs::metadata(&both).unwrap().len(), fs::metadata(&again).unwrap().len());
     quern(&["info", arg(&both), "--verify"]).ok().prints(&["llama, 2 layers", "head behind", "eagle3; eagle, from"]);
     quern(&["convert", arg(&mimo), "-o", arg(&again), "--force"]).ok().prints(&["with a head (mtp) of"]);
@@ -243,8 +250,12 @@ fn a_head_goes_into_the_file_or_beside_it() {
     quern(&["convert", arg(&model), "--head", arg(&eagle)]).misused(&["--out"]);
     quern(&["convert", arg(&llama), "--head", arg(&eagle), "--draft", arg(&head)]).misused(&["cannot be used with"]);
     let other = ["convert", arg(&again), "--head", arg(&head), "-o", arg(&none)];
-    quern(&other).fails(&["--head: a head of another model", "hidden"]);
+    quern(&other).fails(&["--head: the head is for another model", "expected hidden size 128, vocabulary 320"]);
     assert!(!none.exists());
+    // Before the work, which takes minutes.
+    let other = quern(&["convert", arg(&mimo), "--head", arg(&head), "-o", arg(&none)]);
+    let other = other.fails(&["--head: the head is for another model", "expected hidden size 128, vocabulary 320"]);
+    assert!(!none.exists() && other.out.is_empty(), "{}", other.out);
     // A damaged head, or model, is found before a file is replaced.
     let damaged = scratch.at("damaged.qrn");
     for good in [&head, &model] {

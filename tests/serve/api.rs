@@ -265,6 +265,17 @@ fn the_official_client_works() {
 }
 
 #[test]
+fn steps_of_one_token_have_no_room_for_guesses() {
+    let line = "--batch-tokens 1 has no room for guesses: none are made";
+    let server = program::Server::start(&["--ctx", "128", "--batch-tokens", "1"]);
+    assert!(server.line(line).is_some());
+    for flags in [["--batch-tokens", "2", "--speculate", "auto"], ["--batch-tokens", "1", "--speculate", "off"]] {
+        let server = program::Server::start(&[&["--ctx", "128"], &flags[..]].concat());
+        assert!(server.line("no room for guesses").is_none(), "{flags:?}");
+    }
+}
+
+#[test]
 fn an_echo_has_the_logprobs_of_what_was_generated() {
     Server::run(async |server| {
         let prompt =

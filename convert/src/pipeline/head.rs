@@ -119,7 +119,7 @@ pub(super) fn make(
     threads.run(|| share(&mut plan, model));
     plan.notes.iter().for_each(|n| progress.note(n));
     let meta = Meta {
-        provenance: plan.provenance(checkpoint, options.head_quant.unwrap_or(options.quant)),
+        provenance: plan.provenance(checkpoint, options.of_head()),
         spec: plan.family.spec.clone(),
         tokenizer: None,
         chat_template: None,
@@ -139,7 +139,7 @@ pub(super) fn make(
 /// Leaves out the embedding and the head that are the model's: many heads come with copies of them.
 fn share(plan: &mut Plan, model: &ModelFile) {
     let spec = &mut plan.family.spec;
-    let Some(head) = spec.guesses.as_mut().filter(|head| head.model_hidden == spec.hidden) else { return };
+    let Some(head) = spec.draft_head.as_mut().filter(|head| head.model_hidden == spec.hidden) else { return };
     let tied = if model.spec().tied_head { "embed" } else { "head" };
     for (target, of) in [("embed", "embed"), ("head", tied)] {
         let Some(at) = plan.jobs.iter().position(|job| job.target == target) else { continue };

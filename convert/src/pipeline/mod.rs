@@ -15,7 +15,7 @@ use std::{
 };
 
 use quern_models::{
-    FileWriter, FloatType, Meta, ModelFile, TensorPlan,
+    FileWriter, FloatType, Meta, ModelFile, ModelSpec, TensorPlan,
     family::{self, FamilyPlan},
 };
 use serde_json::{Map, Value, json};
@@ -75,6 +75,21 @@ pub fn convert(
         Some((of, plan)) => head::make(of, plan, &made.file()?, out, true, options, &threads, progress, start)?,
     };
     Ok(Report { head: Some(Box::new(head)), ..made.report(out, &plan, start) })
+}
+
+/// The spec of the model in a source, as [`convert`] plans it, before anything is read of its tensors but their names and
+/// shapes.
+pub fn spec_of(source: &Path) -> Result<ModelSpec, ConvertError> {
+    let files = Source::open(source)?;
+    Ok(family_of(&files.read()?)?.spec)
+}
+
+/// What a checkpoint of a model has; refuses what is none.
+fn family_of(checkpoint: &Checkpoint) -> Result<FamilyPlan, ConvertError> {
+    refused::by_tensors(checkpoint)?;
+    head::refuse(checkpoint)?;
+    let family = family::plan(&checkpoint.config, checkpoint);
+    family.map_err(|source| ConvertError::Family { origin: checkpoint.name.clone(), source })
 }
 
 /// Checks what was asked for.
@@ -176,10 +191,7 @@ pub(crate) struct Plan<'a> {
 impl<'a> Plan<'a> {
     pub fn new(checkpoint: &Checkpoint<'a>, options: &Options) -> Result<Plan<'a>, ConvertError> {
         let hint = hint(checkpoint)?;
-        refused::by_tensors(checkpoint)?;
-        head::refuse(checkpoint)?;
-        let family = family::plan(&checkpoint.config, checkpoint);
-        let mut family = family.map_err(|source| ConvertError::Family { origin: checkpoint.name.clone(), source })?;
+        let mut family = family_of(checkpoint)?;
         let mut notes = [checkpoint.notes.clone(), std::mem::take(&mut family.warnings)].concat();
         let mut used = BTreeSet::new();
         presence::tie_head(checkpoint, &mut family, &mut used, &mut notes);

@@ -47,7 +47,7 @@ impl Choice {
 
     /// For a head: all of its matrices alike, for they change only how often it guesses right.
     pub fn head(options: &Options) -> Choice {
-        let quant = options.head_quant.unwrap_or(options.quant);
+        let quant = options.of_head();
         Choice { linear: quant, head: quant, group: options.group }
     }
 

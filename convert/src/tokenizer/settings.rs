@@ -113,7 +113,7 @@ impl Settings {
             _ => {
                 let what = match class {
                     Some(class) => format!("vocab.json of a {class} (tokenizer_class)"),
-                    None => format!("vocab.json of a {} model and no tokenizer_class", self.model_type),
+                    None => format!("vocab.json of a model of type {} and no tokenizer_class", self.model_type),
                 };
                 return Err(Malformed::Unsupported { what, next: NEXT.into() });
             }
@@ -391,7 +391,7 @@ mod tests {
             (build(json("{}"), "gpt2", json(r#"{"a": -1}"#), ""), "id of the token \"a\""),
             (build(json("{}"), "gpt2", json(r#"{"a": 4000000000}"#), ""), "expected below 16777216"),
             (build(json("{}"), "gpt2", json("[]"), ""), "vocabulary: expected an object"),
-            (build(json("{}"), "llama", ab(), ""), "vocab.json of a llama model and no tokenizer_class"),
+            (build(json("{}"), "llama", ab(), ""), "vocab.json of a model of type llama and no tokenizer_class"),
             (
                 build(json(r#"{"tokenizer_class": "BartTokenizerFast"}"#), "gpt2", ab(), ""),
                 "vocab.json of a BartTokenizer",

@@ -188,7 +188,7 @@ fn the_text_part_of_a_multimodal_model_is_the_model() {
         tensors.insert("mystery.weight".into(), other);
         let scratch = Scratch::new("left-over");
         write(&scratch.model(), &wrapper, &tensors, "model.safetensors");
-        scratch.fails("1 tensor(s) have no place in a llama model, the first is mystery.weight");
+        scratch.fails("1 tensor(s) have no place in the family llama, the first is mystery.weight");
     }
 }
 

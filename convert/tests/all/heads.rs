@@ -89,7 +89,7 @@ fn of(name: &str) -> (ModelSpec, Head, Vec<String>, Vec<String>) {
     let (_, file, notes) = case.convert(&model, &Options::default()).unwrap();
     let names = file.tensors().iter().map(|t| t.name.clone()).filter(|n| !n.starts_with("layers.")).collect();
     assert!(file.tokenizer_json().is_none() && file.chat_template().is_none());
-    (file.spec().clone(), file.spec().guesses.clone().unwrap(), names, notes)
+    (file.spec().clone(), file.spec().draft_head.clone().unwrap(), names, notes)
 }
 
 fn rms(eps: f32) -> Norm {
@@ -263,7 +263,7 @@ fn layers_of_the_model_are_named_in_several_ways() {
     let fc = case.tensors.get_mut("fc.weight").unwrap();
     *fc = ("F16", vec![128, 256], fc.2[..128 * 256 * 2].to_vec());
     let (_, file, _) = case.convert(&model, &Options::default()).unwrap();
-    let head = file.spec().guesses.clone().unwrap();
+    let head = file.spec().draft_head.clone().unwrap();
     assert_eq!(head.states, States::Before { layers: vec![1, 2] });
 }
 
@@ -276,14 +276,14 @@ fn copies_of_the_models_tensors_are_left_out() {
         let model = case.target("models/llama", quant);
         case.tensors.get_mut("embed_tokens.weight").unwrap().2.iter_mut().skip(1).step_by(2).for_each(|b| *b ^= change);
         let (_, file, notes) = case.convert(&model, &Options::default()).unwrap();
-        assert_eq!(file.spec().guesses.as_ref().unwrap().shared_embed, shared, "{quant:?} {change}");
+        assert_eq!(file.spec().draft_head.as_ref().unwrap().shared_embed, shared, "{quant:?} {change}");
         assert_eq!(file.tensor("embed").is_none(), shared);
         assert_eq!(notes.iter().any(|n| n.contains("embed_tokens.weight is the model's own")), shared, "{notes:?}");
     }
 }
 
 #[test]
-fn a_head_is_quantized_when_asked() {
+fn a_head_is_quantized_unless_asked_otherwise() {
     let case = Case::new("eagle3");
     let model = case.target("models/llama", Quant::Keep);
     let scheme = |options: &Options| {
@@ -291,13 +291,22 @@ fn a_head_is_quantized_when_asked() {
         ["layers.0.q", "head", "norm", "tokens"]
             .map(|name| file.tensors().iter().find(|t| t.name == name).unwrap().scheme.to_string())
     };
-    assert_eq!(scheme(&Options::default()), ["f16", "f16", "f16", "f32"]);
     let quant = |quant, head_quant| Options { quant, head_quant, ..Options::default() };
-    let [q, head, ..] = scheme(&quant(Quant::Keep, Some(Quant::Int4)));
-    assert!(q.starts_with("int4") && head.starts_with("int4"), "{q} {head}");
-    let [q, head, ..] = scheme(&quant(Quant::Int8, None));
-    assert!(q.starts_with("int8") && head.starts_with("int8"), "{q} {head}");
+    assert_eq!(scheme(&quant(Quant::Keep, Some(Quant::Keep))), ["f16", "f16", "f16", "f32"]);
     assert_eq!(scheme(&quant(Quant::Int8, Some(Quant::Keep)))[0], "f16");
+    let ways = [
+        (Quant::Keep, None, "int8"),
+        (Quant::F16, None, "int8"),
+        (Quant::Int8, None, "int8"),
+        (Quant::Int4, None, "int4"),
+        (Quant::Int4, Some(Quant::Int8), "int8"),
+        (Quant::Keep, Some(Quant::Int4), "int4"),
+    ];
+    for (model, head, expected) in ways {
+        let [q, lm_head, norm, tokens] = scheme(&quant(model, head));
+        assert!(q.starts_with(expected) && lm_head.starts_with(expected), "{model:?} {head:?}: {q} {lm_head}");
+        assert_eq!([norm, tokens], ["f16", "f32"]);
+    }
 }
 
 #[test]
@@ -314,7 +323,7 @@ fn a_models_own_head_is_kept_and_can_be_grafted() {
     assert_eq!((&*whole.spec().family, whole.spec().layers.len()), ("mimo", 2));
     assert!(whole.tokenizer_json().is_some() || notes.iter().any(|n| n.contains("no tokenizer")));
     let rms = || rms(1e-5);
-    let guesses = head.spec().guesses.clone().unwrap();
+    let guesses = head.spec().draft_head.clone().unwrap();
     let kind = HeadKind::Joined {
         method: JoinedMethod::Mtp,
         embed_norm: rms(),

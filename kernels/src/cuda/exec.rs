@@ -57,8 +57,11 @@ pub const HEAD_ROWS: usize = 64;
 pub struct CudaExecutor {
     forward: Forward,
     ready: Ready,
-    /// What a head reads of all rows of the last step, `[rows][width]`.
+    /// What a head reads of the rows of the last step, `[rows][width]`, but for the last pass's, which stay on the device
+    /// until somebody wants them.
     states: Vec<f32>,
+    /// Rows of the last pass, if its states are still there.
+    waiting: usize,
 }
 
 /// Bytes that a model takes on a device.
@@ -78,10 +81,12 @@ impl CudaPlan {
         let form = options.form;
         let tensors = Model::tensors(file, first).count();
         let block = CudaExecutor::block_bytes(file.spec(), options.kv, first);
+        // A head runs with the code that its model brought.
+        let other = if file.spec().draft_head.is_some() { OTHER_OF_HEAD } else { OTHER };
         CudaPlan {
             weights: Model::bytes(file, form, first),
             cache: block.saturating_mul(options.blocks),
-            scratch: (Forward::scratch(file, form, first, rows_of(options)) + tensors * ROUNDING + OTHER)
+            scratch: (Forward::scratch(file, form, first, rows_of(options)) + tensors * ROUNDING + other)
                 .saturating_add(block.saturating_mul(options.tree_blocks)),
         }
     }
@@ -121,6 +126,9 @@ const ROUNDING: usize = 1 << 20;
 /// Code of the kernels, recorded steps, and what grows a little while serving.
 const OTHER: usize = 192 << 20;
 
+/// The same of a head beside its model: its recorded steps, at most 64 of few launches each, an estimate from above.
+const OTHER_OF_HEAD: usize = 16 << 20;
+
 fn rows_of(options: &CudaOptions) -> usize {
     options.rows.clamp(1, MOST_ROWS)
 }
@@ -151,7 +159,11 @@ impl CudaExecutor {
         let CudaOptions { blocks, tree_blocks, .. } = options;
         let kv = KvPool::with_spare(&device, &kv_layers(file.spec())[first..], blocks, tree_blocks, options.kv)?;
         let forward = Forward::new(device, file, model, kv, options.form, rows_of(&options))?;
-        Ok(CudaExecutor { forward, ready: Ready::default(), states: vec![] })
+        Ok(CudaExecutor::of(forward))
+    }
+
+    fn of(forward: Forward) -> CudaExecutor {
+        CudaExecutor { forward, ready: Ready::default(), states: vec![], waiting: 0 }
     }
 
     /// Bytes of one KV block of a model's layers from `first` on.
@@ -192,18 +204,27 @@ impl CudaExecutor {
     ) -> Result<Vec<ChunkOutput>, CudaError> {
         let guesses = Guesses::of(self.forward.model());
         let medusa = guesses.medusa().is_some();
-        let mut got: Vec<Got> = plan.chunks.iter().map(|c| Got::new(&c.output, medusa)).collect();
+        let mut got: Vec<Got> = plan.chunks.iter().map(|c| Got::new(&c.output)).collect();
         self.states.clear();
+        self.waiting = 0;
         for pass in passes(plan, self.forward.rows(), self.forward.kv().spare().len()) {
             let (states, rows) = wanted(plan, &pass, medusa);
             let numbers: Vec<u32> = states.iter().chain(&rows).map(|w| w.row).collect();
             let stream = before.as_mut().map(|cpu| cpu.run(&plan_of(plan, &pass)));
+            // The pass takes the place of the states of the one before.
+            self.fetch()?;
             self.forward.layers(plan, &pass, &numbers, stream, fed)?;
-            self.forward.kept(pass.iter().map(|part| part.tokens.len()).sum(), &mut self.states)?;
+            self.waiting = pass.iter().map(|part| part.tokens.len()).sum();
             self.hidden(&states, &mut got)?;
             self.tokens(plan, states.len(), &rows, &mut got)?;
         }
         Ok(got.into_iter().map(Got::done).collect())
+    }
+
+    /// Copies the states of the last pass that are on the device.
+    fn fetch(&mut self) -> Result<(), CudaError> {
+        let rows = std::mem::take(&mut self.waiting);
+        if rows == 0 { Ok(()) } else { self.forward.kept(rows, &mut self.states) }
     }
 
     /// Hidden states of the first of the wanted rows.
@@ -266,7 +287,7 @@ impl CudaExecutor {
             let mut logits = guesses.spread(logits);
             match &chunk.output {
                 Output::Logits { .. } => got.states(&logits),
-                _ => got.token(wanted.choose(chunk, &histories[i], guess, guesses, &mut logits)),
+                _ => got.token(wanted.choose(chunk, &histories[i], guess, &mut logits)),
             }
         }
         Ok(())
@@ -281,7 +302,6 @@ fn wanted(plan: &Plan, pass: &[Part], medusa: bool) -> (Vec<Wanted>, Vec<Wanted>
         let (output, len) = (&plan.chunks[part.chunk].output, plan.chunks[part.chunk].tokens.len());
         let from = match output {
             Output::Tokens { .. } | Output::Logits { .. } if medusa => len - 1,
-            _ if medusa => len,
             _ => output.from(len),
         };
         for token in part.tokens.clone().filter(|&i| i >= from) {
@@ -323,7 +343,7 @@ impl Wanted {
         vocab: usize,
     ) -> Option<Ask<'a>> {
         let Output::Tokens { params, prompt_len, logprobs, allowed, .. } = &chunk.output else { return None };
-        let plain = guesses.medusa().is_some() || logprobs.is_none() && allowed.is_none();
+        let plain = logprobs.is_none() && allowed.is_none();
         let position = (tokens.len() + guess) as u64;
         let serves = match guesses.mapped() {
             true => Need::of(params, vocab, position, None) == Need::Best,
@@ -333,25 +353,13 @@ impl Wanted {
         (plain && serves).then_some(Ask { row, params, history, position })
     }
 
-    fn choose(
-        &self,
-        chunk: &Chunk,
-        tokens: &[u32],
-        guess: usize,
-        guesses: Guesses,
-        logits: &mut [f32],
-    ) -> Result<Sampled, SampleError> {
+    fn choose(&self, chunk: &Chunk, tokens: &[u32], guess: usize, logits: &mut [f32]) -> Result<Sampled, SampleError> {
         let Output::Tokens { from, params, prompt_len, logprobs, allowed, .. } = &chunk.output else {
             unreachable!("the caller matched it")
         };
         let history = History { tokens, prompt_len: *prompt_len };
         let position = (tokens.len() + guess) as u64;
-        if guesses.medusa().is_some() {
-            return sample_allowed(logits, params, history, position, None, None);
-        }
         let words = logits.len().div_ceil(32);
-        // Those of a head with a map are of its own tokens.
-        let allowed = allowed.filter(|_| !guesses.mapped());
         let allowed = allowed.map(|a| &a[(self.token - from) * words..][..words]);
         sample_allowed(logits, params, history, position, *logprobs, allowed)
     }
@@ -366,10 +374,8 @@ enum Got {
 }
 
 impl Got {
-    /// Medusa has no hidden states to give.
-    fn new(output: &Output, medusa: bool) -> Got {
+    fn new(output: &Output) -> Got {
         match output {
-            Output::Hidden { .. } if medusa => Got::None,
             Output::None => Got::None,
             Output::Tokens { .. } => Got::Tokens(vec![]),
             Output::Logits { .. } => Got::Logits(vec![]),
@@ -482,6 +488,7 @@ impl Executor for CudaExecutor {
     }
 
     fn states(&mut self) -> Result<&[f32], ExecError> {
+        self.fetch()?;
         Ok(&self.states)
     }
 

@@ -167,7 +167,7 @@ impl Forward {
             linear.reserve(&[head], HEAD_ROWS)?;
         }
         let guessing = Guessing::new(&device, spec, &model, &mut linear, form, rows)?;
-        let own = spec.guesses.as_ref().map(|head| match head.feeds_normed() {
+        let own = spec.draft_head.as_ref().map(|head| match head.feeds_normed() {
             true => States::Normed,
             false => States::Before { layers: vec![spec.layers.len()] },
         });
@@ -206,7 +206,7 @@ impl Forward {
         let widths = [wide(spec.hidden), wide(q), wide(inner)];
         let sizes = Sizes::of(layers, rows, widths, half.max().unwrap_or(0));
         let floats = sizes.qkv + sizes.up + sizes.angles + rows * spec.hidden + HEAD_ROWS * (spec.vocab + spec.hidden);
-        let shared = spec.guesses.as_ref().is_some_and(|head| head.shared_head);
+        let shared = spec.draft_head.as_ref().is_some_and(|head| head.shared_head);
         let held = if shared { ALL } else { Model::held(file, first) };
         let acts: usize = widths.iter().map(|&w| Acts::bytes(form, held, rows, w)).sum();
         // Partial sums, of a device with as many multiprocessors as any has; floats that are converted on their way up.

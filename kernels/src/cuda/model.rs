@@ -146,7 +146,7 @@ impl Model {
         up: &mut Upload,
     ) -> Result<Model, CudaError> {
         let spec = file.spec();
-        let head = spec.guesses.as_ref().expect("the caller has a head");
+        let head = spec.draft_head.as_ref().expect("the caller has a head");
         // The order in which the model's head takes its columns, small enough to be there twice.
         let mut of_model = Load { file: of, form, up };
         let order = of_model.order((head.shared_head && of.spec().head_order).then(|| "head_order".into()))?;

@@ -1,11 +1,11 @@
 //! Plans are checked before a device uses them: a wrong one would write where it must not.
 
 use quern_models::{
-    ModelFile, ModelSpec,
-    spec::{Head, HeadKind, States},
+    ModelSpec,
+    spec::{Head, HeadKind},
 };
 
-use super::{ExecError, Fed, NO_BLOCK, Output, Plan};
+use super::{ExecError, Fed, Mask, NO_BLOCK, Output, Plan};
 use crate::cpu::kv::BLOCK;
 
 /// Refuses a plan that contradicts itself, the model, or the number of KV blocks.
@@ -20,6 +20,9 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
         }
         if let Err((what, expected, got)) = c.mask.check(c.tokens.len()) {
             return bad(what, expected, got);
+        }
+        if is_block(spec) && matches!(c.mask, Mask::Tree(_)) {
+            return bad("mask", "Causal or Full, of a head that guesses a block at once".into(), "a tree".into());
         }
         let positions = c.start + c.mask.positions(c.tokens.len());
         if let Some(rows) = spec.positions.filter(|&rows| positions > rows) {
@@ -38,9 +41,9 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
             return bad("first output row", format!("at most {}", c.tokens.len()), c.output.from(0).to_string());
         }
         if let Output::Tokens { history, .. } = &c.output
-            && history.len() != c.start + c.tokens.len() + usize::from(spec.guesses.is_some() && !is_block(spec))
+            && history.len() != c.start + c.tokens.len() + usize::from(spec.draft_head.is_some() && !is_block(spec))
         {
-            let ahead = usize::from(spec.guesses.is_some() && !is_block(spec));
+            let ahead = usize::from(spec.draft_head.is_some() && !is_block(spec));
             return bad("history", (c.start + c.tokens.len() + ahead).to_string(), history.len().to_string());
         }
         if let Output::Tokens { from, allowed: Some(allowed), .. } = &c.output
@@ -61,15 +64,25 @@ pub(crate) fn check(plan: &Plan, spec: &ModelSpec, blocks: usize) -> Result<(), 
     Ok(())
 }
 
-/// Refuses states that do not fit a checked plan of a head.
+/// Refuses states that do not fit a checked plan of a head, and outputs that heads do not have.
 pub(crate) fn check_fed(plan: &Plan, fed: &Fed, spec: &ModelSpec) -> Result<(), ExecError> {
+    for (chunk, c) in plan.chunks.iter().enumerate() {
+        let got = match c.output {
+            Output::Tokens { logprobs: Some(_), .. } => "logprobs",
+            Output::Tokens { allowed: Some(_), .. } => "allowed tokens",
+            Output::Hidden { .. } => "hidden states",
+            _ => continue,
+        };
+        let expected = "tokens, logits or nothing of a head".into();
+        return Err(ExecError::Plan { chunk, what: "output", expected, got: got.into() });
+    }
     let (states, width) = match fed {
         // A block reads tokens, and sees what was fed before.
         Fed::Nothing if is_block(spec) => return Ok(()),
         Fed::Nothing => {
             return Err(ExecError::Head { what: "reads", expected: "states".into(), got: "nothing".into() });
         }
-        Fed::Model(states) => (states, spec.guesses.as_ref().map_or(0, |head| head.width())),
+        Fed::Model(states) => (states, spec.draft_head.as_ref().map_or(0, |head| head.width())),
         Fed::Own(states) => (states, spec.hidden),
     };
     let wanted = plan.chunks.iter().map(|c| c.tokens.len() * width);
@@ -84,24 +97,14 @@ pub(crate) fn check_fed(plan: &Plan, fed: &Fed, spec: &ModelSpec) -> Result<(), 
 
 /// Whether rows guess the tokens of their own positions.
 fn is_block(spec: &ModelSpec) -> bool {
-    matches!(spec.guesses, Some(Head { kind: HeadKind::Block { .. }, .. }))
+    matches!(spec.draft_head, Some(Head { kind: HeadKind::Block { .. }, .. }))
 }
 
 /// Refuses a head that is of another model.
 pub(crate) fn check_head(model: &ModelSpec, spec: &ModelSpec) -> Result<(), ExecError> {
-    let bad = |what, expected: String, got: String| Err(ExecError::Head { what, expected, got });
-    let Some(head) = &spec.guesses else { return bad("is", "a head".into(), "a model".into()) };
-    if head.model_hidden != model.hidden {
-        return bad("reads states of width", model.hidden.to_string(), head.model_hidden.to_string());
-    }
-    if head.model_vocab != model.vocab {
-        return bad("guesses tokens of a model that has", model.vocab.to_string(), head.model_vocab.to_string());
-    }
-    match &head.states {
-        States::Before { layers } if layers.last().is_some_and(|&last| last > model.layers.len()) => {
-            bad("reads states before layers", format!("at most {}", model.layers.len()), format!("{layers:?}"))
-        }
-        _ => Ok(()),
+    match &spec.draft_head {
+        Some(head) => Ok(head.fits(model)?),
+        None => Err(ExecError::Head { what: "is", expected: "a head".into(), got: "a model".into() }),
     }
 }
 
@@ -124,18 +127,4 @@ pub(crate) fn check_move(block_ids: &[u32], from: &[usize], to: usize, blocks: u
         }
     }
     Ok(())
-}
-
-/// Refuses a head whose map names tokens that the model does not have.
-pub(crate) fn check_tokens(file: &ModelFile) -> Result<(), ExecError> {
-    let (Some(head), Some(index)) = (&file.spec().guesses, file.index("tokens")) else { return Ok(()) };
-    let view = file.view(index);
-    let known = |t: f32| t >= 0.0 && t < head.model_vocab as f32 && t.fract() == 0.0;
-    match (0..view.k).map(|i| view.at(0, i)).find(|&t| !known(t)) {
-        Some(token) => {
-            let (expected, got) = (format!("whole numbers below {}", head.model_vocab), token.to_string());
-            Err(ExecError::Head { what: "has a map of tokens", expected, got })
-        }
-        None => Ok(()),
-    }
 }

@@ -6,7 +6,7 @@ use quern_models::{ModelFile, ModelSpec, spec::HeadKind};
 
 use super::{
     ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Plan, Ready, Ticket,
-    check::{check, check_fed, check_head, check_move, check_tokens},
+    check::{check, check_fed, check_head, check_move},
     forward::Forward,
     kv_layers,
 };
@@ -128,10 +128,9 @@ impl Executor for CpuExecutor {
 
     fn head(&mut self, file: Arc<ModelFile>) -> Result<Box<dyn HeadExecutor>, ExecError> {
         check_head(self.forward.spec(), file.spec())?;
-        check_tokens(&file)?;
         let (layers, blocks, kind) = (kv_layers(file.spec()), self.blocks(), self.forward.kv().kind());
         let bytes = KvMemory::block_bytes(&layers, kind).saturating_mul(blocks);
-        let head = file.spec().guesses.as_ref().expect("checked above");
+        let head = file.spec().draft_head.as_ref().expect("checked above");
         let spare = if matches!(head.kind, HeadKind::Block { .. }) { SPARE } else { 0 };
         let kv = KvMemory::new(&layers, blocks + spare, kind).ok_or(ExecError::Memory { bytes, blocks })?;
         self.forward.keep(head.states.clone());

@@ -157,7 +157,7 @@ pub fn open(
     progress: impl FnMut(usize) + 'static,
 ) -> Result<Box<dyn Executor>, ExecError> {
     let ExecOptions { threads, blocks, kv, rows, tree_blocks, .. } = options;
-    if file.spec().guesses.is_some() {
+    if file.spec().draft_head.is_some() {
         let (expected, got) = ("to be given beside its model".into(), "it alone".into());
         return Err(ExecError::Head { what: "guesses for a model", expected, got });
     }

@@ -13,7 +13,7 @@ mod forward;
 mod split;
 
 pub(crate) use angles::Angles;
-pub(crate) use check::{check, check_fed, check_head, check_move, check_tokens};
+pub(crate) use check::{check, check_fed, check_head, check_move};
 pub use cpu::{CpuExecutor, CpuHead, CpuOptions};
 pub use device::{Activations, Device, DeviceMemory, ExecOptions, HostMemory, block_bytes, device_memory, open};
 pub use split::SplitExecutor;
@@ -23,7 +23,10 @@ pub use crate::mask::{MOST_MASKED, Mask, tree_mask};
 use std::{borrow::Cow, collections::BTreeMap, sync::Arc};
 
 use crate::cpu::kv::KvLayer;
-use quern_models::{ModelFile, ModelSpec, spec::Attn};
+use quern_models::{
+    ModelFile, ModelSpec,
+    spec::{Attn, OtherModel},
+};
 
 use crate::sample::{SampleError, Sampled, SamplingParams};
 
@@ -255,6 +258,9 @@ pub enum ExecError {
         /// What was found.
         got: String,
     },
+    /// A head of another model.
+    #[error(transparent)]
+    OtherModel(#[from] OtherModel),
     /// The GPU cannot do it, or failed.
     #[error(transparent)]
     Cuda(#[from] crate::cuda::CudaError),
@@ -302,8 +308,9 @@ pub trait Executor: Send {
 
 /// A head on a device: it guesses a model's tokens from its states. What rows are: [`quern_models::spec::Head`].
 pub trait HeadExecutor: Send {
-    /// Reads rows and guesses. [`Output::Tokens`] and [`Output::Logits`] are of the model's tokens; a history has the
-    /// token of the row it ends with (of a block, it ends with the masks). Medusa and blocks give all their guesses after the last row of a chunk.
+    /// Reads rows and guesses. [`Output::Tokens`], without logprobs and allowed tokens, and [`Output::Logits`] are of the
+    /// model's tokens; there are no others. A history has the token of the row it ends with (of a block, it ends with the
+    /// masks). Medusa and blocks give all their guesses after the last row of a chunk.
     fn guess(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<ChunkOutput>, ExecError>;
 
     /// What all rows of the last pass gave for the next, `[rows][hidden]`.
@@ -316,6 +323,14 @@ pub trait HeadExecutor: Send {
     fn spare(&self) -> std::ops::Range<u32> {
         0..0
     }
+}
+
+/// Logits of a head's own `tokens` by those of its model, `to` `[known]`: tokens that the head does not know are
+/// impossible.
+pub(crate) fn spread(tokens: &[u32], logits: &[f32], known: usize, to: &mut Vec<f32>) {
+    to.clear();
+    to.resize(known, f32::NEG_INFINITY);
+    tokens.iter().zip(logits).for_each(|(&token, &logit)| to[token as usize] = logit);
 }
 
 /// Positions below it are seen by no layer from the row at `pos` on.

@@ -35,7 +35,7 @@ pub fn guesses(file: &ModelFile, model: &ModelFile, rows: &[(u32, State)]) -> Ve
 /// it (`Block` of [`HeadKind`]).
 pub fn block(file: &ModelFile, model: &ModelFile, states: &Rows, last: u32) -> Vec<f32> {
     let spec = file.spec();
-    let head = spec.guesses.as_ref().expect("a head");
+    let head = spec.draft_head.as_ref().expect("a head");
     let HeadKind::Block { size, mask, ref state_norm } = head.kind else { panic!("no block") };
     let all = Tensors { file, at: String::new() };
     let of_model = Tensors { file: model, at: String::new() };
@@ -62,7 +62,7 @@ pub fn block(file: &ModelFile, model: &ModelFile, states: &Rows, last: u32) -> V
 /// What the last row gives for the next, and its logits.
 fn pass(file: &ModelFile, model: &ModelFile, rows: &[(u32, State)], own: &Rows) -> (Vec<f32>, Vec<f32>) {
     let spec = file.spec();
-    let head = spec.guesses.as_ref().expect("a head");
+    let head = spec.draft_head.as_ref().expect("a head");
     let all = Tensors { file, at: String::new() };
     let of_model = Tensors { file: model, at: String::new() };
     let state = |(p, (_, state)): (usize, &(u32, State))| match state {

@@ -52,7 +52,7 @@ pub fn plain(tied: bool) -> ModelSpec {
         tied_head: tied,
         head_order: false,
         positions: None,
-        guesses: None,
+        draft_head: None,
     }
 }
 
@@ -140,7 +140,7 @@ pub fn heads() -> Vec<(&'static str, ModelSpec)> {
         normed,
     };
     let spec = |layers: usize, first: &Norm, norm: &Norm, guesses: Head| {
-        let mut spec = ModelSpec { norm: norm.clone(), guesses: Some(guesses), ..base.clone() };
+        let mut spec = ModelSpec { norm: norm.clone(), draft_head: Some(guesses), ..base.clone() };
         spec.layers.truncate(layers);
         if let Some(layer) = spec.layers.first_mut() {
             layer.attn_norm = first.clone();
@@ -171,7 +171,7 @@ pub fn block_head() -> ModelSpec {
     let rms = Norm::Rms { eps: 1e-3 };
     let mut spec = plain(false);
     spec.layers[0] = everything().layers[2].clone();
-    spec.guesses = Some(Head {
+    spec.draft_head = Some(Head {
         states: States::Before { layers: vec![1, 2] },
         model_hidden: spec.hidden,
         model_vocab: spec.vocab,

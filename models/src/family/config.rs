@@ -156,6 +156,9 @@ const NEUTRAL: &[(&str, &str)] = &[
     ("scale_attn_by_inverse_layer_idx", "false"),
 ];
 
+/// Largest whole number of a config: the product of two fits 64 bits.
+const MOST: u64 = u32::MAX as u64;
+
 impl<'a> Config<'a> {
     /// Wraps an object; `at` says where it stands in config.json.
     pub fn new(value: &'a Value, at: &'a str) -> Result<Self, FamilyError> {
@@ -192,7 +195,7 @@ impl<'a> Config<'a> {
         value.and_then(Value::as_str).ok_or_else(|| self.wrong(key, "a string", value))
     }
 
-    /// A size that must be there, at least 1.
+    /// A size that must be there, from 1 to 2^32 - 1.
     pub fn size(&self, key: &str) -> Result<usize, FamilyError> {
         self.size_or(key, None)
     }
@@ -202,8 +205,9 @@ impl<'a> Config<'a> {
         match (self.get(key), default) {
             (None, Some(d)) => Ok(d),
             (value, _) => {
-                let n = value.and_then(Value::as_u64).filter(|&n| n > 0 && n <= u32::MAX as u64);
-                n.map(|n| n as usize).ok_or_else(|| self.wrong(key, "a whole number of at least 1", value))
+                let n = value.and_then(Value::as_u64).filter(|n| (1..=MOST).contains(n));
+                let expected = || format!("a whole number from 1 to {MOST}");
+                n.map(|n| n as usize).ok_or_else(|| self.wrong(key, &expected(), value))
             }
         }
     }
@@ -213,13 +217,14 @@ impl<'a> Config<'a> {
         self.map.contains_key(key)
     }
 
-    /// A whole number, or `default` when absent.
+    /// A whole number up to 2^32 - 1, or `default` when absent.
     pub fn whole_or(&self, key: &str, default: usize) -> Result<usize, FamilyError> {
         match self.get(key) {
             None => Ok(default),
             Some(v) => {
-                let n = v.as_u64().filter(|&n| n <= u32::MAX as u64);
-                n.map(|n| n as usize).ok_or_else(|| self.wrong(key, "a whole number", Some(v)))
+                let n = v.as_u64().filter(|&n| n <= MOST);
+                let expected = || format!("a whole number from 0 to {MOST}");
+                n.map(|n| n as usize).ok_or_else(|| self.wrong(key, &expected(), Some(v)))
             }
         }
     }

@@ -3,22 +3,15 @@
 
 use super::{
     Config, FamilyError, FamilyPlan, Rule, RuleKind, Take, Tensors,
+    layer::{Parts, Sizes},
     names::{Place, padded},
-    rope,
 };
-use crate::spec::{Act, Attn, Layer, MAX_LAYERS, Mlp, ModelSpec, Norm, Rope};
+use crate::spec::{MAX_LAYERS, ModelSpec};
 
 pub(super) struct Decoder {
     place: Place,
     vocab: usize,
-    hidden: usize,
-    heads: usize,
-    kv_heads: usize,
-    pub head_dim: usize,
-    inner: usize,
-    act: Act,
-    eps: f32,
-    rope: Rope,
+    sizes: Sizes,
     max_context: usize,
     tied: bool,
     /// Biases of q, k and v; of o; of the MLP.
@@ -45,25 +38,14 @@ pub(super) struct Usual {
 impl Decoder {
     pub fn read(config: &Config, tensors: &dyn Tensors, usual: Usual) -> Result<Decoder, FamilyError> {
         let place = Place::find(tensors, "embed_tokens", "layers.0", "model.");
-        let hidden = config.size("hidden_size")?;
-        let heads = config.size("num_attention_heads")?;
-        let layers = layers(config, "num_hidden_layers")?;
-        let inner = config.size("intermediate_size")?;
         let up = format!("{}layers.0.mlp.up_proj", place.base);
+        let (sizes, max_context) = Sizes::read(config, tensors, &up, &usual)?;
+        let layers = layers(config, "num_hidden_layers")?;
         let vocab = config.size("vocab_size")?;
         let embed = format!("{}embed_tokens", place.base);
-        let context = config.size_or("max_position_embeddings", Some(usual.context))?;
-        let (rope, max_context) = rope::read(config, usual.theta, context)?;
         Ok(Decoder {
             vocab: padded(config, "vocab_size", vocab, tensors, &embed, false)?,
-            hidden,
-            heads,
-            kv_heads: config.size_or("num_key_value_heads", Some(heads))?,
-            head_dim: config.size_or("head_dim", Some(usual.head_dim.unwrap_or(hidden / heads)))?,
-            inner: padded(config, "intermediate_size", inner, tensors, &up, false)?,
-            act: config.act("hidden_act", Act::Silu)?,
-            eps: config.float_or("rms_norm_eps", 1e-6)?,
-            rope,
+            sizes,
             max_context,
             tied: config.bool_or("tie_word_embeddings", usual.tied)?,
             qkv_bias: false,
@@ -113,36 +95,18 @@ impl Decoder {
 
     /// The plan; checks the rest of the config.
     pub fn plan(self, config: &Config, family: &str) -> Result<FamilyPlan, FamilyError> {
-        let norm = Norm::Rms { eps: self.eps };
-        let layer = |(&window, &turned): (&Option<usize>, &bool)| Layer {
-            attn_norm: norm.clone(),
-            attn: Attn::Gqa {
-                heads: self.heads,
-                kv_heads: self.kv_heads,
-                head_dim: self.head_dim,
-                scale: 1.0 / (self.head_dim as f32).sqrt(),
-                rope: turned.then(|| self.rope.clone()),
-                window,
-                qk_norm: self.qk_norm.then(|| norm.clone()),
-                qkv_bias: self.qkv_bias,
-                o_bias: self.o_bias,
-                attn_order: false,
-                o_order: false,
-            },
-            mlp_norm: norm.clone(),
-            mlp: Mlp::Gated { inner: self.inner, act: self.act, bias: self.mlp_bias, mlp_order: false },
-        };
+        let layers = (0..self.windows.len()).map(|i| self.sizes.layer(&self.parts(i)));
         let spec = ModelSpec {
             family: family.into(),
             vocab: self.vocab,
-            hidden: self.hidden,
+            hidden: self.sizes.hidden,
             max_context: self.max_context,
-            layers: self.windows.iter().zip(&self.ropes).map(layer).collect(),
-            norm: norm.clone(),
+            layers: layers.collect(),
+            norm: self.sizes.norm(),
             tied_head: self.tied,
             head_order: false,
             positions: None,
-            guesses: None,
+            draft_head: None,
         };
         let warnings = config.finish()?;
         Ok(FamilyPlan {
@@ -156,42 +120,29 @@ impl Decoder {
         })
     }
 
-    fn rules(&self) -> Vec<Rule> {
-        let (hidden, inner, head_dim) = (self.hidden, self.inner, self.head_dim);
-        let (q, kv) = (self.heads * head_dim, self.kv_heads * head_dim);
-        let mut rules = vec![];
-        let mut rule = |target: String, source: String, kind| {
-            rules.push(Rule { target, source, kind, take: Take::WHOLE });
-        };
-        let base = &self.place.base;
-        rule("embed".into(), format!("{base}embed_tokens"), RuleKind::Embedding { n: self.vocab, k: hidden });
-        for i in 0..self.windows.len() {
-            let (to, from) = (format!("layers.{i}"), format!("{base}layers.{i}"));
-            let mut linear = |name: &str, module: &str, n, k, bias| {
-                rule(format!("{to}.{name}"), format!("{from}.{module}"), RuleKind::Linear { n, k });
-                if bias {
-                    rule(format!("{to}.{name}_bias"), format!("{from}.{module}"), RuleKind::Bias { n });
-                }
-            };
-            linear("q", "self_attn.q_proj", q, hidden, self.qkv_bias);
-            linear("k", "self_attn.k_proj", kv, hidden, self.qkv_bias);
-            linear("v", "self_attn.v_proj", kv, hidden, self.qkv_bias);
-            linear("o", "self_attn.o_proj", hidden, q, self.o_bias);
-            linear("gate", "mlp.gate_proj", inner, hidden, self.mlp_bias);
-            linear("up", "mlp.up_proj", inner, hidden, self.mlp_bias);
-            linear("down", "mlp.down_proj", hidden, inner, self.mlp_bias);
-            let mut vector = |name: &str, module: &str, n| {
-                rule(format!("{to}.{name}"), format!("{from}.{module}"), RuleKind::Vector { n });
-            };
-            vector("attn_norm", "input_layernorm", hidden);
-            vector("mlp_norm", "post_attention_layernorm", hidden);
-            if self.qk_norm {
-                vector("q_norm", "self_attn.q_norm", head_dim);
-                vector("k_norm", "self_attn.k_norm", head_dim);
-            }
+    /// What a layer has.
+    fn parts(&self, i: usize) -> Parts<'_> {
+        Parts {
+            norm: Some("input_layernorm"),
+            width: self.sizes.hidden,
+            window: self.windows[i],
+            turned: self.ropes[i],
+            qkv_bias: self.qkv_bias,
+            o_bias: self.o_bias,
+            mlp_bias: self.mlp_bias,
+            qk_norm: self.qk_norm,
         }
-        rule("norm".into(), format!("{base}norm"), RuleKind::Vector { n: hidden });
-        rule("head".into(), self.place.head.clone(), RuleKind::Head { n: self.vocab, k: hidden });
+    }
+
+    fn rules(&self) -> Vec<Rule> {
+        let (base, n, k) = (&self.place.base, self.vocab, self.sizes.hidden);
+        let rule = |target: &str, source: String, kind| Rule { target: target.into(), source, kind, take: Take::WHOLE };
+        let mut rules = vec![rule("embed", format!("{base}embed_tokens"), RuleKind::Embedding { n, k })];
+        for i in 0..self.windows.len() {
+            rules.extend(self.sizes.rules(&self.parts(i), &format!("layers.{i}"), &format!("{base}layers.{i}")));
+        }
+        rules.push(rule("norm", format!("{base}norm"), RuleKind::Vector { n: k }));
+        rules.push(rule("head", self.place.head.clone(), RuleKind::Head { n, k }));
         rules
     }
 }
@@ -199,7 +150,7 @@ impl Decoder {
 /// The number of layers, by this key.
 pub(super) fn layers(config: &Config, key: &str) -> Result<usize, FamilyError> {
     match config.size(key)? {
-        n if n > MAX_LAYERS => Err(FamilyError::Spec(format!("{key} is {n}, expected at most {MAX_LAYERS}"))),
+        n if n > MAX_LAYERS => Err(FamilyError::Spec(format!("{key} is {n}, expected 1 to {MAX_LAYERS}"))),
         n => Ok(n),
     }
 }

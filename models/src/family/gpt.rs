@@ -86,7 +86,7 @@ impl Gpt {
             tied_head: config.bool_or("tie_word_embeddings", true)?,
             head_order: false,
             positions: Some(context),
-            guesses: None,
+            draft_head: None,
         };
         // Masks that old checkpoints hold.
         let ignore = &["attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias"];

@@ -11,8 +11,13 @@ pub(super) mod mimo;
 
 use serde_json::Value;
 
-use super::{Config, FamilyError, FamilyPlan, Rule, RuleKind, Take, Tensors, names::padded, rope};
-use crate::spec::{Act, Attn, Head, HeadKind, Layer, Mlp, ModelSpec, Norm, Rope, States};
+use super::{
+    Config, FamilyError, FamilyPlan, Rule, RuleKind, Take, Tensors,
+    decoder::Usual,
+    layer::{Parts, Sizes},
+    names::padded,
+};
+use crate::spec::{Head, HeadKind, Layer, ModelSpec, Norm, States};
 
 /// A layout of heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,14 +98,8 @@ struct Reader<'a> {
     model: &'a ModelSpec,
     /// What stands before the names of its modules.
     base: String,
+    sizes: Sizes,
     hidden: usize,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    inner: usize,
-    act: Act,
-    eps: f32,
-    rope: Rope,
     rules: Vec<Rule>,
     layers: Vec<Layer>,
 }
@@ -116,35 +115,18 @@ impl<'a> Reader<'a> {
     ) -> Result<Self, FamilyError> {
         let q = format!("{layer0}.self_attn.q_proj");
         let base = tensors.names().find_map(|name| module_base(name, &q)).unwrap_or_default().to_string();
-        let (hidden, heads) = (config.size("hidden_size")?, config.size("num_attention_heads")?);
-        let inner = config.size("intermediate_size")?;
-        let context = config.size_or("max_position_embeddings", Some(model.max_context))?;
-        let (rope, _) = rope::read(config, theta, context)?;
-        let up = format!("{base}{layer0}.mlp.up_proj");
+        let usual = Usual { theta, context: model.max_context, head_dim: None, tied: false };
+        let (sizes, _) = Sizes::read(config, tensors, &format!("{base}{layer0}.mlp.up_proj"), &usual)?;
         // What the tensors show, or a model's.
         for key in ["attention_bias", "mlp_bias", "qkv_bias", "bias", "tie_word_embeddings", "use_qk_norm"] {
             config.get(key);
         }
-        Ok(Reader {
-            hidden,
-            heads,
-            kv_heads: config.size_or("num_key_value_heads", Some(heads))?,
-            head_dim: config.size_or("head_dim", Some((hidden / heads).max(1)))?,
-            inner: padded(config, "intermediate_size", inner, tensors, &up, false)?,
-            act: config.act("hidden_act", Act::Silu)?,
-            eps: config.float_or("rms_norm_eps", 1e-6)?,
-            rope,
-            base,
-            tensors,
-            model,
-            rules: vec![],
-            layers: vec![],
-        })
+        Ok(Reader { hidden: sizes.hidden, sizes, base, tensors, model, rules: vec![], layers: vec![] })
     }
 
     /// The norm of all its norms.
     fn norm(&self) -> Norm {
-        Norm::Rms { eps: self.eps }
+        self.sizes.norm()
     }
 
     /// Whether a tensor of a module is there, or a module of this beginning.
@@ -171,49 +153,20 @@ impl<'a> Reader<'a> {
 
     /// The next layer: a module, what its q, k and v read, and its first norm (none: it has none).
     fn layer(&mut self, module: &str, width: usize, norm: Option<&str>) {
-        let (hidden, inner, head_dim) = (self.hidden, self.inner, self.head_dim);
-        let (q, kv, i) = (self.heads * head_dim, self.kv_heads * head_dim, self.layers.len());
         let has = |part: &str| self.has(&format!("{module}.{part}"));
-        let (qkv_bias, o_bias) = (has("self_attn.q_proj.bias"), has("self_attn.o_proj.bias"));
-        let (mlp_bias, qk_norm) = (has("mlp.up_proj.bias"), has("self_attn.q_norm."));
-        let mut linear = |name: &str, part: &str, n, k, bias| {
-            self.linear(&format!("layers.{i}.{name}"), &format!("{module}.{part}"), n, k, bias);
-        };
-        linear("q", "self_attn.q_proj", q, width, qkv_bias);
-        linear("k", "self_attn.k_proj", kv, width, qkv_bias);
-        linear("v", "self_attn.v_proj", kv, width, qkv_bias);
-        linear("o", "self_attn.o_proj", hidden, q, o_bias);
-        linear("gate", "mlp.gate_proj", inner, hidden, mlp_bias);
-        linear("up", "mlp.up_proj", inner, hidden, mlp_bias);
-        linear("down", "mlp.down_proj", hidden, inner, mlp_bias);
-        let vectors = [
-            (norm.is_some(), "attn_norm", norm.unwrap_or_default(), hidden),
-            (true, "mlp_norm", "post_attention_layernorm", hidden),
-            (qk_norm, "q_norm", "self_attn.q_norm", head_dim),
-            (qk_norm, "k_norm", "self_attn.k_norm", head_dim),
-        ];
-        for (_, name, part, n) in vectors.into_iter().filter(|v| v.0) {
-            self.vector(&format!("layers.{i}.{name}"), &format!("{module}.{part}"), n);
-        }
-        let attn = Attn::Gqa {
-            heads: self.heads,
-            kv_heads: self.kv_heads,
-            head_dim,
-            scale: 1.0 / (head_dim as f32).sqrt(),
-            rope: Some(self.rope.clone()),
+        let parts = Parts {
+            norm,
+            width,
             window: None,
-            qk_norm: qk_norm.then(|| self.norm()),
-            qkv_bias,
-            o_bias,
-            attn_order: false,
-            o_order: false,
+            turned: true,
+            qkv_bias: has("self_attn.q_proj.bias"),
+            o_bias: has("self_attn.o_proj.bias"),
+            mlp_bias: has("mlp.up_proj.bias"),
+            qk_norm: has("self_attn.q_norm."),
         };
-        self.layers.push(Layer {
-            attn_norm: norm.map_or(Norm::Identity, |_| self.norm()),
-            attn,
-            mlp_norm: self.norm(),
-            mlp: Mlp::Gated { inner, act: self.act, bias: mlp_bias, mlp_order: false },
-        });
+        let (to, from) = (format!("layers.{}", self.layers.len()), format!("{}{module}", self.base));
+        self.rules.extend(self.sizes.rules(&parts, &to, &from));
+        self.layers.push(self.sizes.layer(&parts));
     }
 
     /// Refuses a head whose width is not the model's.
@@ -301,7 +254,7 @@ impl<'a> Reader<'a> {
             tied_head: false,
             head_order: false,
             positions: None,
-            guesses: Some(guesses),
+            draft_head: Some(guesses),
         };
         let ignore = &["rotary_emb.inv_freq", "t2d"];
         FamilyPlan { spec, rules: self.rules, ignore, others: &[], within: None, head: None, warnings: vec![] }

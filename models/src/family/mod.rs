@@ -9,6 +9,7 @@ mod gpt;
 mod gpt2;
 mod gpt_neo;
 mod heads;
+mod layer;
 mod llama;
 mod mistral;
 mod names;

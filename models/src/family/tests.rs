@@ -274,7 +274,11 @@ fn what_would_change_the_mathematics_is_refused_by_name() {
         (json!({"rope_scaling": {"factor": 8.0}}), "rope_type: expected a string"),
         (json!({"rope_scaling": "linear"}), "rope_scaling: expected an object"),
         (json!({"hidden_size": "64"}), "hidden_size"),
-        (json!({"num_hidden_layers": 1_000_000_000}), "num_hidden_layers"),
+        (json!({"num_hidden_layers": 1_000_000_000}), "num_hidden_layers is 1000000000, expected 1 to 4096"),
+        (
+            json!({"hidden_size": 1_000_000_000_000u64}),
+            "hidden_size: expected a whole number from 1 to 4294967295, got 1",
+        ),
         (json!({"num_key_value_heads": 3}), "kv_heads"),
         (json!({"head_dim": 7}), "head_dim"),
     ] {

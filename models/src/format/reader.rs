@@ -2,7 +2,8 @@
 //!
 //! After `open`, every tensor the spec needs is there with the right shape, its bytes are in bounds
 //! and page-aligned, tensors do not overlap, and header and tensors cover the file exactly. Tensor
-//! bytes themselves, but for orders, are checked only by [`ModelFile::verify`]: opening must not read gigabytes.
+//! bytes themselves, but for orders and a head's tokens, are checked only by [`ModelFile::verify`]: opening must not read
+//! gigabytes.
 
 use std::{collections::HashMap, io, path::Path, sync::Arc};
 
@@ -254,6 +255,10 @@ impl Header {
                 check_order(info, &bytes[info.offset as usize..][..info.len as usize])?;
             }
         }
+        if let Some(head) = spec.draft_head.as_ref().filter(|head| head.mapped) {
+            let info = &tensors[by_name["tokens"]];
+            check_tokens(info, &bytes[info.offset as usize..][..info.len as usize], head.model_vocab)?;
+        }
         Ok(Header { fixed, spec, generation, provenance, sections, tensors, by_name, end })
     }
 
@@ -282,6 +287,21 @@ fn check_order(info: &TensorInfo, bytes: &[u8]) -> Result<(), FormatError> {
         }
     }
     Ok(())
+}
+
+/// A head's tokens, `[vocab]`, must be of the model's `known`: the runtime takes logits by them.
+fn check_tokens(info: &TensorInfo, bytes: &[u8], known: usize) -> Result<(), FormatError> {
+    let tokens = view(info, bytes);
+    let is_token = |t: f32| t >= 0.0 && t < known as f32 && t.fract() == 0.0;
+    match (0..tokens.k).map(|i| tokens.at(0, i)).enumerate().find(|&(_, t)| !is_token(t)) {
+        None => Ok(()),
+        Some((i, token)) => Err(FormatError::Tensor {
+            tensor: info.name.clone(),
+            field: "elements",
+            expected: format!("whole numbers below {known}, the model's tokens"),
+            got: format!("{token} at {i}"),
+        }),
+    }
 }
 
 /// xxh3-64 of a header with its own hash field taken as zero.

@@ -154,22 +154,16 @@ impl Head {
     }
 
     /// Whether it is for a model like this one: its width, its tokens, its layers.
-    pub fn fits(&self, model: &ModelSpec) -> Result<(), SpecError> {
-        let sizes = [("hidden", self.model_hidden, model.hidden), ("vocabulary", self.model_vocab, model.vocab)];
-        for (what, expected, got) in sizes {
-            if expected != got {
-                return Err(SpecError(format!("a head of another model: of {what} {expected}, this one has {got}")));
-            }
+    pub fn fits(&self, model: &ModelSpec) -> Result<(), OtherModel> {
+        let layers = match &self.states {
+            States::Before { layers } => layers.iter().copied().max().unwrap_or(0),
+            States::Normed => 0,
+        };
+        let got = [model.hidden, model.vocab, model.layers.len()];
+        if [self.model_hidden, self.model_vocab] == got[..2] && layers <= got[2] {
+            return Ok(());
         }
-        match &self.states {
-            States::Before { layers } if layers.iter().any(|&l| l > model.layers.len()) => {
-                let n = model.layers.len();
-                Err(SpecError(format!(
-                    "a head of another model: it reads states before layers {layers:?}, this one has {n} layers"
-                )))
-            }
-            _ => Ok(()),
-        }
+        Err(OtherModel { expected: [self.model_hidden, self.model_vocab, layers], got })
     }
 
     /// Checks what this spec of a head says.
@@ -245,6 +239,20 @@ impl Head {
     }
 }
 
+/// A model that a head is not for. Hidden size, vocabulary, layers; of layers at least as many.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the head is for another model: expected hidden size {}, vocabulary {} and at least {} layers, got {}, {} and {}; take \
+     a head that was trained for this model",
+    expected[0], expected[1], expected[2], got[0], got[1], got[2]
+)]
+pub struct OtherModel {
+    /// Of the model that it is for.
+    pub expected: [usize; 3],
+    /// Of the model at hand.
+    pub got: [usize; 3],
+}
+
 /// Most states of a row.
 const MOST_STATES: usize = 16;
 
@@ -282,6 +290,25 @@ mod tests {
     }
 
     #[test]
+    fn a_head_is_for_one_model() {
+        let spec: ModelSpec = serde_json::from_str(WIDE).unwrap();
+        let head = spec.draft_head.clone().unwrap();
+        let like = |hidden, vocab, layers| {
+            let layers = vec![spec.layers[0].clone(); layers];
+            head.fits(&ModelSpec { hidden, vocab, layers, draft_head: None, ..spec.clone() }).map_err(|e| e.to_string())
+        };
+        assert_eq!((like(16, 32, 3), like(16, 32, 4)), (Ok(()), Ok(())));
+        let expected =
+            "the head is for another model: expected hidden size 16, vocabulary 32 and at least 3 layers, got ";
+        for (sizes, got) in
+            [((24, 32, 3), "24, 32 and 3;"), ((16, 33, 3), "16, 33 and 3;"), ((16, 32, 2), "16, 32 and 2;")]
+        {
+            let error = like(sizes.0, sizes.1, sizes.2).unwrap_err();
+            assert!(error.starts_with(&format!("{expected}{got}")), "{error}");
+        }
+    }
+
+    #[test]
     fn what_does_not_fit_together_is_refused() {
         let cases = [
             ("\"layers\":[1,2,3]", "\"layers\":[]"),
@@ -300,7 +327,7 @@ mod tests {
         }
         // A model has norms, and layers.
         let mut spec: ModelSpec = serde_json::from_str(WIDE).unwrap();
-        spec.guesses = None;
+        spec.draft_head = None;
         assert!(spec.check().is_err());
     }
 }

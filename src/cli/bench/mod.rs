@@ -190,6 +190,13 @@ fn markdown(name: &str, file: &ModelFile, all: &[Measured]) -> String {
     s + "Median of the repetitions ± their standard deviation; ppN: a prompt of N tokens, tgN: N tokens generated,\n@ dN: with N tokens in the cache, x N: N sequences at once (tokens of all). GMAC/s counts the linear layers.\nBandwidth and peak were measured in this run; no kernel reaches the peak, which loads and scales nothing.\n"
 }
 
+/// The middle one, or the mean of both.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let n = values.len();
+    (values[(n - 1) / 2] + values[n / 2]) / 2.0
+}
+
 /// A share of a limit that was measured, or nothing.
 fn percent(of: f64, limit: f64) -> String {
     if limit.is_nan() { String::new() } else { format!("{:.0}", 100.0 * of / limit) }

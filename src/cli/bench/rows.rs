@@ -104,9 +104,7 @@ pub fn measure(
             samples.push((test.tokens * test.batch) as f64 / start.elapsed().as_secs_f64());
         }
     }
-    let mut sorted = samples.clone();
-    sorted.sort_by(f64::total_cmp);
-    let median = (sorted[(sorted.len() - 1) / 2] + sorted[sorted.len() / 2]) / 2.0;
+    let median = super::median(samples.clone());
     let mean = samples.iter().sum::<f64>() / samples.len() as f64;
     let variance = samples.iter().map(|s| (s - mean) * (s - mean)).sum::<f64>() / samples.len() as f64;
     // One step reads the weights once and each sequence's cache up to the middle of the generation.

@@ -51,27 +51,9 @@ pub struct EvalArgs {
     /// .qrn files
     #[arg(required = true)]
     file: Vec<PathBuf>,
-    /// Text to score (UTF-8)
-    #[arg(long, value_name = "FILE", required_unless_present_any = ["ids", "against"])]
-    text: Option<PathBuf>,
-    /// How the text is cut into windows [default: llama.cpp, or that of --against]
-    #[arg(long, value_enum)]
-    protocol: Option<Kind>,
-    /// Tokens of a window [default: llama.cpp 512, strided 2048, at most what the model was made for]
-    #[arg(short, long, value_name = "N", value_parser = positive)]
-    context: Option<usize>,
-    /// Tokens from window to window, with --protocol strided [default: half a window]
-    #[arg(long, value_name = "N", value_parser = positive)]
-    stride: Option<usize>,
-    /// Only the first windows
-    #[arg(long, value_name = "N", value_parser = positive)]
-    chunks: Option<usize>,
-    /// Only the first tokens of the text
-    #[arg(long, value_name = "N", value_parser = positive)]
-    tokens: Option<usize>,
-    /// Also the distance from this model in exact mode, or from what --save-logits wrote
-    #[arg(long, value_name = "FILE")]
-    against: Option<PathBuf>,
+    /// What is scored.
+    #[command(flatten)]
+    scope: Scope,
     /// Write the predictions of one file in one mode, exact if none is given: 2 bytes per scored token
     /// and token of the vocabulary
     #[arg(long, value_name = "OUT.safetensors")]
@@ -102,6 +84,32 @@ pub struct EvalArgs {
     /// Threads [default: one per fast physical core that this process may use]
     #[arg(short, long, value_parser = threads)]
     threads: Option<usize>,
+}
+
+/// Flags of what is scored, and against what.
+#[derive(Debug, Clone, Default, Args)]
+struct Scope {
+    /// Text to score (UTF-8)
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["ids", "against"])]
+    text: Option<PathBuf>,
+    /// How the text is cut into windows [default: llama.cpp, or that of --against]
+    #[arg(long, value_enum)]
+    protocol: Option<Kind>,
+    /// Tokens of a window [default: llama.cpp 512, strided 2048, at most what the model was made for]
+    #[arg(short, long, value_name = "N", value_parser = positive)]
+    context: Option<usize>,
+    /// Tokens from window to window, with --protocol strided [default: half a window]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    stride: Option<usize>,
+    /// Only the first windows
+    #[arg(long, value_name = "N", value_parser = positive)]
+    chunks: Option<usize>,
+    /// Only the first tokens of the text
+    #[arg(long, value_name = "N", value_parser = positive)]
+    tokens: Option<usize>,
+    /// Also the distance from this model in exact mode, or from what --save-logits wrote
+    #[arg(long, value_name = "FILE")]
+    against: Option<PathBuf>,
 }
 
 /// A numeric mode by name.
@@ -137,8 +145,8 @@ pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
     }
     let files = args.file.iter().map(|path| Ok((path.as_path(), Arc::new(open(path)?))));
     let files = files.collect::<Result<Vec<_>, Box<dyn Error>>>()?;
-    let text = args.text.as_deref().map(read_text).transpose()?;
-    let mut reference = args.against.as_deref().map(reference).transpose()?;
+    let text = args.scope.text.as_deref().map(read_text).transpose()?;
+    let mut reference = args.scope.against.as_deref().map(reference).transpose()?;
     let most = files.iter().map(|(path, file)| (*path, file.spec().max_context));
     let theirs = reference.iter().filter_map(|r| match r {
         Reference::Model(path, file) => Some((path.as_path(), file.spec().max_context)),
@@ -146,8 +154,8 @@ pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
     });
     let most = most.chain(theirs);
     let (shortest, most) = most.min_by_key(|&(_, tokens)| tokens).expect("clap asks for a file");
-    let protocol = protocol(&args, reference.as_ref(), (shortest, most))?;
-    let common = common(&args, reference.as_ref(), text.as_deref(), protocol)?;
+    let protocol = protocol(&args.scope, reference.as_ref(), (shortest, most))?;
+    let common = common(&args.scope, reference.as_ref(), text.as_deref(), protocol)?;
     let interrupted = Arc::new(AtomicBool::new(false));
     // In this order: the second Ctrl-C finds the flag that the first one left.
     for signal in [SIGHUP, SIGINT, SIGTERM] {
@@ -156,12 +164,15 @@ pub fn main(args: EvalArgs) -> Result<(), Box<dyn Error>> {
             .map_err(|e| format!("signal handler: {e}"))?;
     }
     let run = Run {
-        args: &args,
+        scope: &args.scope,
+        files: args.file.len(),
+        save_logits: args.save_logits.as_deref(),
         modes: &modes,
         protocol,
         common,
         text: text.as_deref(),
         place: (device, gpu_layers),
+        threads: args.threads.unwrap_or(0),
         interrupted: &interrupted,
     };
     let (mut rows, mut tokens, mut one_tokenization) = (vec![], None, true);
@@ -200,24 +211,11 @@ pub struct Beside<'a> {
 
 /// Perplexity of a file in each numeric mode, and the distance of its predictions, for other commands.
 pub fn beside(of: &Beside<'_>, modes: &[(Option<exec::Activations>, KvType)]) -> Result<Vec<Summary>, Box<dyn Error>> {
-    let args = EvalArgs {
-        file: vec![of.file.into()],
+    let scope = Scope {
         text: of.text.map(PathBuf::from),
-        protocol: None,
-        context: None,
-        stride: None,
         chunks: Some(of.chunks),
-        tokens: None,
         against: Some(of.against.into()),
-        save_logits: None,
-        modes: vec![],
-        output: Format::Md,
-        ids: None,
-        logits: None,
-        place: PlaceArgs { device: None, gpu_layers: None },
-        activations: None,
-        kv: None,
-        threads: of.threads,
+        ..Scope::default()
     };
     let named = |&numerics: &(Option<exec::Activations>, KvType)| {
         (numerics.0.map_or("default", exec::Activations::name).to_string(), numerics)
@@ -232,16 +230,19 @@ pub fn beside(of: &Beside<'_>, modes: &[(Option<exec::Activations>, KvType)]) ->
         }
         _ => (of.file, file.spec().max_context),
     };
-    let protocol = protocol(&args, Some(&reference), most)?;
-    let common = common(&args, Some(&reference), text.as_deref(), protocol)?;
+    let protocol = protocol(&scope, Some(&reference), most)?;
+    let common = common(&scope, Some(&reference), text.as_deref(), protocol)?;
     let interrupted = AtomicBool::new(false);
     let run = Run {
-        args: &args,
+        scope: &scope,
+        files: 1,
+        save_logits: None,
         modes: &modes,
         protocol,
         common,
         text: text.as_deref(),
         place: of.place,
+        threads: of.threads.unwrap_or(0),
         interrupted: &interrupted,
     };
     let task = run.task(of.file, &file, Some(&reference))?;
@@ -251,13 +252,18 @@ pub fn beside(of: &Beside<'_>, modes: &[(Option<exec::Activations>, KvType)]) ->
 
 /// What is the same for every file.
 struct Run<'a> {
-    args: &'a EvalArgs,
+    scope: &'a Scope,
+    /// How many files there are.
+    files: usize,
+    save_logits: Option<&'a Path>,
     modes: &'a [Numerics],
     protocol: Protocol,
     /// The reference's tokens, if there is one.
     common: Option<Task>,
     text: Option<&'a str>,
     place: Place,
+    /// 0: as many as are usual.
+    threads: usize,
     interrupted: &'a AtomicBool,
 }
 
@@ -272,8 +278,7 @@ impl Run<'_> {
         reference: Option<&mut Reference>,
     ) -> Result<Vec<Row>, Box<dyn Error>> {
         let vocab = file.spec().vocab;
-        let threads = self.args.threads.unwrap_or(0);
-        let name = stem(path);
+        let (name, threads) = (stem(path), self.threads);
         let runner = |(mode, numerics): &Numerics| {
             Runner::new(
                 format!("{}, {mode}", path.display()),
@@ -285,12 +290,12 @@ impl Run<'_> {
             )
         };
         let mut runners = self.modes.iter().map(runner).collect::<Result<Vec<_>, _>>()?;
-        let mut sink = match &self.args.save_logits {
+        let mut sink = match self.save_logits {
             Some(out) => Some(Writer::create(out, task, vocab, &name, &self.modes[0].0)?),
             None => None,
         };
         let setting = Setting { task, vocab, place: self.place, threads, interrupted: self.interrupted };
-        let count = self.args.file.len();
+        let count = self.files;
         let what = if count > 1 { format!("{name} ({} of {count})", index + 1) } else { name.clone() };
         let mut progress = Progress::new(what);
         let scores = measure(&setting, &mut runners, reference, sink.as_mut(), &mut progress);
@@ -315,7 +320,7 @@ impl Run<'_> {
         let own = tokenizer(path, file)?;
         let vocab = file.spec().vocab;
         let (Some(common), Some(reference)) = (&self.common, reference) else {
-            return own_task(self.args, &own, self.text, self.protocol, (path, vocab));
+            return own_task(self.scope, &own, self.text, self.protocol, (path, vocab));
         };
         let help = "KL divergence needs models of one vocabulary";
         if vocab != reference.vocab() {
@@ -327,12 +332,12 @@ impl Run<'_> {
             return Err(format!("{path}: the reference's tokens are another text in this vocabulary; {help}").into());
         }
         let mut task = common.clone();
-        task.windows.truncate(self.args.chunks.unwrap_or(usize::MAX));
+        task.windows.truncate(self.scope.chunks.unwrap_or(usize::MAX));
         Ok(task)
     }
 
     fn about(&self, reference: Option<&Reference>, one_tokenization: bool) -> About {
-        let name = self.args.text.as_ref().or(self.args.against.as_ref());
+        let name = self.scope.text.as_ref().or(self.scope.against.as_ref());
         About {
             text: name.map_or_else(String::new, |p| p.file_name().unwrap_or(p.as_os_str()).to_string_lossy().into()),
             protocol: self.protocol,
@@ -380,7 +385,7 @@ fn check_output(out: &Path, args: &EvalArgs, modes: usize) -> Result<(), Usage> 
         return Err(Usage(format!("{flag}: expected one file in one mode, got {got}; give --modes exact")));
     }
     let same = |path: &&PathBuf| out.canonicalize().is_ok_and(|out| path.canonicalize().is_ok_and(|p| p == out));
-    match args.file.iter().chain(&args.text).chain(&args.against).find(same) {
+    match args.file.iter().chain(&args.scope.text).chain(&args.scope.against).find(same) {
         Some(path) => Err(Usage(format!("{flag}: {} is read by this command; give another name", path.display()))),
         None => Ok(()),
     }
@@ -405,7 +410,7 @@ fn reference(path: &Path) -> Result<Reference, Box<dyn Error>> {
 }
 
 /// The protocol: that of saved predictions, or what flags say. `most`: which file holds how few tokens.
-fn protocol(args: &EvalArgs, reference: Option<&Reference>, most: (&Path, usize)) -> Result<Protocol, Box<dyn Error>> {
+fn protocol(args: &Scope, reference: Option<&Reference>, most: (&Path, usize)) -> Result<Protocol, Box<dyn Error>> {
     let (path, most) = (most.0.display(), most.1);
     let saved = match reference {
         Some(Reference::Saved(saved)) => Some(saved.task.protocol),
@@ -444,7 +449,7 @@ fn protocol(args: &EvalArgs, reference: Option<&Reference>, most: (&Path, usize)
 
 /// The reference's tokens: those it was saved with, or those of its tokenizer.
 fn common(
-    args: &EvalArgs,
+    args: &Scope,
     reference: Option<&Reference>,
     text: Option<&str>,
     protocol: Protocol,
@@ -467,7 +472,7 @@ fn common(
 
 /// The text as a file's tokenizer has it; `of`: the file and the size of its vocabulary.
 fn own_task(
-    args: &EvalArgs,
+    args: &Scope,
     tokenizer: &Tokenizer,
     text: Option<&str>,
     protocol: Protocol,

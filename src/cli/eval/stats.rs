@@ -13,6 +13,21 @@ pub struct Estimate {
     pub error: f64,
 }
 
+impl Estimate {
+    /// The same in percent.
+    pub fn percent(self) -> Estimate {
+        Estimate { value: 100.0 * self.value, error: 100.0 * self.error }
+    }
+
+    /// With its error, where there is one.
+    pub fn shown(self, digits: usize) -> String {
+        match self.error.is_nan() {
+            true => format!("{:.digits$}", self.value),
+            false => format!("{:.digits$} ± {:.digits$}", self.value, self.error),
+        }
+    }
+}
+
 /// What the scores of a text say about a model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Summary {

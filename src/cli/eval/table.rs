@@ -54,7 +54,7 @@ pub fn markdown(about: &About, rows: &[Row]) -> String {
         head.extend(["ln ratio", "KL mean", "median", "99 %", "max", "same top %", "Δp mean %", "Δp RMS %"]);
         if let Some((r, d)) = rows.first().and_then(|r| Some((r, r.summary.against.as_ref()?))) {
             let (name, tokens) = (format!("reference: {model}"), r.summary.tokens.to_string());
-            let mut row = vec![name, String::new(), mode.clone(), tokens, shown(d.perplexity, 4)];
+            let mut row = vec![name, String::new(), mode.clone(), tokens, d.perplexity.shown(4)];
             row.resize(head.len(), String::new());
             cells.push(row);
         }
@@ -65,10 +65,10 @@ pub fn markdown(about: &About, rows: &[Row]) -> String {
 
 fn row(r: &Row) -> Vec<String> {
     let s = &r.summary;
-    let mut row = vec![r.model.clone(), size(r.bytes), r.mode.clone(), s.tokens.to_string(), shown(s.perplexity, 4)];
+    let mut row = vec![r.model.clone(), size(r.bytes), r.mode.clone(), s.tokens.to_string(), s.perplexity.shown(4)];
     if let Some(d) = &s.against {
-        let percent = |e: Estimate| shown(Estimate { value: 100.0 * e.value, error: 100.0 * e.error }, 3);
-        row.extend([shown(d.ln_ratio, 5), shown(d.kl, 6)]);
+        let percent = |e: Estimate| e.percent().shown(3);
+        row.extend([d.ln_ratio.shown(5), d.kl.shown(6)]);
         row.extend([d.kl_median, d.kl_99, d.kl_max].map(|x| format!("{x:.6}")));
         row.extend([d.same_top, d.delta_p, d.delta_p_rms].map(percent));
     }
@@ -86,14 +86,6 @@ fn legend(about: &About) -> String {
         s += "The tokenizers of these files cut the text differently: their perplexities cannot be compared.\n";
     }
     s
-}
-
-fn shown(e: Estimate, digits: usize) -> String {
-    if e.error.is_nan() {
-        format!("{:.digits$}", e.value)
-    } else {
-        format!("{:.digits$} ± {:.digits$}", e.value, e.error)
-    }
 }
 
 /// Columns as wide as their widest cell; the first three are text.

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use quern_models::{FormatError, ModelFile};
 
+use super::draft::Misfit;
 use crate::engine::{Engine, EngineError, EngineOptions, Generator, OpenError};
 use crate::text::{Message, PromptError, TextModel, printable};
 
@@ -161,7 +162,7 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
     let options = args.engine.fitting(&file, EngineOptions { sequences, ..args.engine.options() })?;
     let most_context = file.spec().max_context;
     let small = super::draft::of(&args.engine, &file, false);
-    let small = small.map_err(|reason| RunError::Flag { flag: "--draft", reason })?;
+    let small = small.map_err(|Misfit { flag, reason }| RunError::Flag { flag, reason })?;
     let progress = super::upload::progress(file.file_len());
     let mut engine = Engine::open(Arc::new(file), options, progress)?;
     super::draft::give(&mut engine, small, &args.engine, options)?;

@@ -38,7 +38,7 @@ fn spec(scaling: RopeScaling, tied_head: bool) -> ModelSpec {
         tied_head,
         head_order: false,
         positions: None,
-        guesses: None,
+        draft_head: None,
     }
 }
 

@@ -1,9 +1,10 @@
 //! A head on a device: an executor of its own beside the model's, on the same stream, which shares the weights that the
 //! head shares.
 //!
-//! States cross the bus: the model's to the host as they are computed, f32, 4 bytes for each of a row's `states * hidden`
-//! numbers, and back for the head's first pass; the head's own, 4 bytes for each of `hidden` numbers, both ways with
-//! every further pass. Nothing crosses it without a head.
+//! States cross the bus when they are wanted: the model's to the host behind a step, f32, 4 bytes for each of a row's
+//! `states * hidden` numbers, and back for the head's first pass; the head's own, 4 bytes for each of `hidden` numbers,
+//! both ways with every further pass. Nothing crosses it without a head, or while no text is guessed (but of a step of
+//! several passes, those before the last).
 
 use std::sync::Arc;
 
@@ -12,11 +13,11 @@ use quern_models::{
     spec::{Head, HeadKind},
 };
 
-use super::{CudaExecutor, CudaOptions, CudaPlan, Forward, KvPool, Model, Ready, Upload};
+use super::{CudaExecutor, CudaOptions, CudaPlan, Forward, KvPool, Model, Upload};
 use crate::{
     exec::{
-        ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Mask, Plan, check, check_fed, check_head, check_tokens,
-        kv_layers,
+        ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Mask, Plan, check, check_fed, check_head, kv_layers,
+        spread,
     },
     sample::Sampled,
 };
@@ -30,8 +31,7 @@ impl CudaExecutor {
     /// A head of this model; from the next step on the states that it reads are kept.
     pub(super) fn head_of(&mut self, file: Arc<ModelFile>) -> Result<CudaHead, ExecError> {
         check_head(self.forward.spec(), file.spec())?;
-        check_tokens(&file)?;
-        let head = file.spec().guesses.as_ref().expect("checked above");
+        let head = file.spec().draft_head.as_ref().expect("checked above");
         let refused = |what, expected: &str, got: String| Err(ExecError::Head { what, expected: expected.into(), got });
         if let HeadKind::Block { .. } = head.kind {
             return refused("kind on a GPU", "eagle, mtp or medusa", head.method().into());
@@ -50,7 +50,9 @@ impl CudaExecutor {
         let states = head.states.clone();
         let forward = Forward::new(device, file, model, kv, form, rows)?;
         self.forward.keep(states)?;
-        Ok(CudaHead { executor: CudaExecutor { forward, ready: Ready::default(), states: vec![] } })
+        // Of a step before there was a head there are none.
+        self.waiting = 0;
+        Ok(CudaHead { executor: CudaExecutor::of(forward) })
     }
 }
 
@@ -117,11 +119,11 @@ impl<'a> Guesses<'a> {
         Sampled { token, ..sampled }
     }
 
-    /// Logits by the model's tokens: those that it does not know are impossible.
+    /// Logits by the model's tokens.
     pub fn spread(self, logits: Vec<f32>) -> Vec<f32> {
         let Some(head) = self.head.filter(|_| self.mapped()) else { return logits };
-        let mut all = vec![f32::NEG_INFINITY; head.model_vocab];
-        self.tokens.iter().zip(logits).for_each(|(&token, logit)| all[token as usize] = logit);
+        let mut all = vec![];
+        spread(self.tokens, &logits, head.model_vocab, &mut all);
         all
     }
 }

@@ -84,7 +84,7 @@ impl Guessing {
     /// Bytes of device memory that [`Guessing::new`] takes, and of the states that are kept of the model and of the head,
     /// from above. `held`: forms of the int8 form.
     pub fn bytes(spec: &ModelSpec, form: Form, held: Forms, rows: usize) -> usize {
-        let Some(head) = &spec.guesses else { return 0 };
+        let Some(head) = &spec.draft_head else { return 0 };
         let [fed, _, embedding, block] = sizes(spec, head, rows);
         let kept = rows * (head.width() + spec.hidden);
         let columns = head.width().max(2 * spec.hidden).next_multiple_of(256);

@@ -65,7 +65,7 @@ struct Buffers {
 
 impl Guess {
     pub fn new(file: &Arc<ModelFile>) -> Option<Guess> {
-        let head = file.spec().guesses.as_ref()?;
+        let head = file.spec().draft_head.as_ref()?;
         let tensor = |name: &str| Tensor::new(file, name);
         let input = |name: &str, norm| Some(Input::new(file, name, norm, None));
         let (embed_norm, state_norm) = match &head.kind {
@@ -115,7 +115,7 @@ impl Forward {
     pub(super) fn begin(&mut self, plan: &Plan, fed: &Fed) {
         let Some(mut guess) = self.guess.take() else { return self.embed(plan) };
         let file = self.file.clone();
-        let head = file.spec().guesses.as_ref().expect("it has tensors of a head");
+        let head = file.spec().draft_head.as_ref().expect("it has tensors of a head");
         let (m, hidden) = (plan.rows(), file.spec().hidden);
         match fed {
             Fed::Model(states) => self.states_of_the_model(&mut guess, states, head.width(), m),
@@ -246,7 +246,7 @@ impl Forward {
         let mut guess = self.guess.take_if(|guess| guess.block)?;
         let file = self.file.clone();
         let (m, hidden) = (plan.rows(), file.spec().hidden);
-        let width = file.spec().guesses.as_ref().map_or(0, |head| head.width());
+        let width = file.spec().draft_head.as_ref().map_or(0, |head| head.width());
         self.states_of_the_model(&mut guess, states, width, m);
         let norm = guess.state_norm.as_ref().expect("a block's head has it");
         guess.bufs.embedding.resize(m * hidden, 0.0);

@@ -13,7 +13,7 @@ use crate::{
         lanes::Simd,
         survey::{Ask, survey},
     },
-    exec::{Chunk, ChunkOutput, Output, Plan},
+    exec::{Chunk, ChunkOutput, Output, Plan, spread},
     sample::{History, Need, SampleError, Sampled, Scratch, Surveyed, choose_surveyed, sample_allowed},
     team::Disjoint,
 };
@@ -223,13 +223,10 @@ impl Heads {
         self.logits[first * vocab..(first + rows.len()) * vocab].to_vec()
     }
 
-    /// Logits of a row by the model's tokens: those that the head does not know are impossible.
+    /// Logits of a row by the model's tokens.
     fn spread(&mut self, kept: usize, vocab: usize) -> &mut [f32] {
-        self.spread.clear();
-        self.spread.resize(self.model_vocab, f32::NEG_INFINITY);
-        for (&token, &logit) in self.tokens.iter().zip(&self.logits[kept * vocab..(kept + 1) * vocab]) {
-            self.spread[token as usize] = logit;
-        }
+        let logits = &self.logits[kept * vocab..(kept + 1) * vocab];
+        spread(&self.tokens, logits, self.model_vocab, &mut self.spread);
         &mut self.spread
     }
 
@@ -258,7 +255,7 @@ impl Heads {
             };
         };
         if !self.tokens.is_empty() {
-            return sample_allowed(self.spread(kept, vocab), params, history, position, *logprobs, None);
+            return sample_allowed(self.spread(kept, vocab), params, history, position, None, None);
         }
         let panels = vocab.div_ceil(PANEL);
         let logits = &mut self.logits[kept * vocab..(kept + 1) * vocab];

@@ -121,7 +121,7 @@ impl Forward {
         let layers: Vec<_> = layers.map(|(i, layer)| LayerTensors::new(&file, i, layer, &mut bufs.angles)).collect();
         let positions = spec.positions.map(|_| index(&file, "positions"));
         let mut head_in = Input::new(&file, "norm", &spec.norm, spec.head_order.then(|| "head_order".into()));
-        let (embed, head) = match (&spec.guesses, model) {
+        let (embed, head) = match (&spec.draft_head, model) {
             (Some(head), Some(model)) => {
                 if head.shared_head && model.spec().head_order {
                     head_in.order = columns(model, "head_order");
@@ -139,7 +139,7 @@ impl Forward {
         };
         bufs.threads.resize_with(team.threads(), ThreadBuffers::default);
         let guess = Guess::new(&file);
-        let keep = spec.guesses.as_ref().map(|head| match head.feeds_normed() {
+        let keep = spec.draft_head.as_ref().map(|head| match head.feeds_normed() {
             true => States::Normed,
             false => States::Before { layers: vec![layers.len()] },
         });

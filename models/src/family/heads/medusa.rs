@@ -68,7 +68,7 @@ pub(super) fn plan(config: &Value, tensors: &dyn Tensors, model: &ModelSpec) -> 
         tied_head: false,
         head_order: false,
         positions: None,
-        guesses: Some(guesses),
+        draft_head: Some(guesses),
     };
     // Beside the whole model in some checkpoints.
     let within = Some(base).filter(|base| !base.is_empty());

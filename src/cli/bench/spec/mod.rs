@@ -147,7 +147,7 @@ pub fn main(args: SpecBenchArgs) -> Result<(), Box<dyn Error>> {
     let (mut ready, mut smalls) = (vec![], vec![]);
     for ((path, file), prompts) in files.iter().zip(&prompts) {
         let small = match &args.draft {
-            Some(small) => Some(draft::open(small, file)?),
+            Some(small) => Some(draft::open(small, file).map_err(|e| format!("--draft: {e}"))?),
             None => file.draft().cloned(),
         };
         smalls.push(small.clone());
@@ -299,7 +299,8 @@ fn rows(args: &SpecBenchArgs, variants: usize, smalls: &[Option<Arc<ModelFile>>]
     };
     let methods: Vec<Speculation> = if args.methods.is_empty() { usual() } else { args.methods.clone() };
     for (&method, small) in methods.iter().flat_map(|method| smalls.iter().map(move |small| (method, small))) {
-        draft::fits(method, small.as_deref()).map_err(|reason| Usage(format!("--methods: {reason}")))?;
+        draft::fits(method, small.as_deref(), args.draft.is_some())
+            .map_err(|reason| Usage(format!("--methods: {reason}")))?;
     }
     let numbers = |of: Speculation| args.k.iter().map(move |&k| Speculation { fixed: (k > 0).then_some(k), ..of });
     let mut all = vec![(Speculation::OFF, None)];
@@ -370,12 +371,6 @@ fn texts(all: &str) -> Vec<&str> {
 fn rate(text: &str) -> Result<f64, String> {
     let rate = text.parse().ok().filter(|rate| (0.0..=1.0).contains(rate));
     rate.ok_or_else(|| "expected a number from 0 to 1".into())
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let n = values.len();
-    (values[(n - 1) / 2] + values[n / 2]) / 2.0
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use quern_kernels::{
     sample::SamplingParams,
 };
 
-use super::{Ready, median};
+use super::{super::median, Ready};
 
 /// Most rows of a step.
 pub const MOST: usize = 64;

@@ -3,9 +3,9 @@
 use serde_json::{Map, Value, json};
 
 use super::{
+    super::median,
     SpecBenchArgs, Variant,
     ask::{Row, Took},
-    median,
 };
 use crate::{
     cli::size,
@@ -163,14 +163,9 @@ fn summary(variants: &[Variant], lines: &[Line]) -> String {
         ]);
         if let Some(quality) = &variant.quality {
             let against = quality.against.as_ref();
-            let text = |value: Option<(f64, f64)>, digits: usize| match value {
-                Some((value, error)) if error.is_nan() => format!("{value:.digits$}"),
-                Some((value, error)) => format!("{value:.digits$} ± {error:.digits$}"),
-                None => String::new(),
-            };
-            cells.push(text(Some((quality.perplexity.value, quality.perplexity.error)), 4));
-            cells.push(text(against.map(|d| (d.kl.value, d.kl.error)), 6));
-            cells.push(text(against.map(|d| (100.0 * d.same_top.value, 100.0 * d.same_top.error)), 2));
+            cells.push(quality.perplexity.shown(4));
+            cells.push(against.map_or(String::new(), |d| d.kl.shown(6)));
+            cells.push(against.map_or(String::new(), |d| d.same_top.percent().shown(2)));
         }
         s += &format!("| {} |\n", cells.join(" | "));
     }
