@@ -11,12 +11,16 @@
 use std::cmp::Ordering;
 
 mod accept;
+mod branches;
+mod choices;
 mod distribution;
 mod noise;
 mod params;
 mod surveyed;
 
 pub use accept::{Draft, Verdict, matching, rejection};
+pub use branches::{Path, matching_path, rejection_path};
+pub use choices::choices;
 pub use distribution::Distribution;
 pub use noise::gumbel;
 pub(crate) use noise::philox16;
