@@ -15,7 +15,7 @@ use serde_json::json;
 
 use crate::support::{
     Random, Scratch, fixture,
-    model::{Got, Run, answer, kept},
+    model::{Got, Run, answer, kept, same_distribution},
 };
 
 const MODEL: &str = "models/llama-gptq-w4-g64-asym";
@@ -310,22 +310,7 @@ fn rejection_leaves_frequencies_as_they_are() {
         let (got, guesses) = count(speculation, draft);
         assert!(guesses.accepted > 500 && guesses.accepted < guesses.drafted, "{guesses:?}");
         assert_ne!(got, plain, "the text is another one");
-        // Two samples of the same distribution: chi-square of both against their mean, cells of at least 10.
-        let (mut chi, mut cells, mut rest) = (0.0, 0, (0, 0));
-        let keys: std::collections::BTreeSet<_> = plain.keys().chain(got.keys()).collect();
-        let mut add = |a: u64, b: u64| {
-            chi += (a as f64 - b as f64).powi(2) / (a + b) as f64;
-            cells += 1;
-        };
-        for key in keys {
-            let (a, b) = (plain.get(key).copied().unwrap_or(0), got.get(key).copied().unwrap_or(0));
-            if a + b >= 20 { add(a, b) } else { rest = (rest.0 + a, rest.1 + b) }
-        }
-        add(rest.0, rest.1);
-        let free = f64::from(cells - 1);
-        println!("{method}: chi-square {chi:.1} of {free} degrees of freedom, {guesses:?}");
-        // Five standard deviations.
-        assert!(free > 20.0 && chi < free + 5.0 * (2.0 * free).sqrt(), "{method}: {chi} of {free}");
+        same_distribution(method, &plain, &got);
     }
 }
 

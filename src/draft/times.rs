@@ -52,6 +52,12 @@ impl Times {
         if self.scale > 0.0 { seconds / self.scale } else { 0.0 }
     }
 
+    /// What a row more costs a step of so many rows, in steps of one row: the mean of the next eight, never below 0.
+    pub fn slope(&self, rows: usize) -> f64 {
+        const NEXT: usize = 8;
+        ((self.ratio(rows + NEXT) - self.ratio(rows)) / NEXT as f64).max(0.0)
+    }
+
     /// Time of a step of so many rows in steps of one row.
     pub fn ratio(&self, rows: usize) -> f64 {
         let rows = rows.max(1);
@@ -82,14 +88,22 @@ const MARGIN: f64 = 1.02;
 /// A guess is worth the more, the likelier all up to it are right; the likeliest of all sequences are taken first, as
 /// many as make the tokens per time largest.
 pub fn lengths(times: &Times, rows: usize, answers: usize, most: usize, offers: &[Vec<f64>]) -> Vec<usize> {
-    let mut order: Vec<(f64, usize)> = vec![];
-    for (i, offer) in offers.iter().enumerate() {
-        let mut all = 1.0;
-        order.extend(offer.iter().map(|chance| {
-            all *= chance;
-            (all, i)
-        }));
-    }
+    let products = |offer: &Vec<f64>| {
+        let all = offer.iter().scan(1.0, |all, chance| {
+            *all *= chance;
+            Some(*all)
+        });
+        all.collect()
+    };
+    let values: Vec<Vec<f64>> = offers.iter().map(products).collect();
+    worth(times, rows, answers, most, &values)
+}
+
+/// As [`lengths`], of guesses that need not follow each other: `values` are, of each sequence, how likely each guess and
+/// all that it hangs on are right, the largest first.
+pub fn worth(times: &Times, rows: usize, answers: usize, most: usize, values: &[Vec<f64>]) -> Vec<usize> {
+    let of = |(i, values): (usize, &Vec<f64>)| values.iter().map(|&value| (value, i)).collect::<Vec<_>>();
+    let mut order: Vec<(f64, usize)> = values.iter().enumerate().flat_map(of).collect();
     // Stable: of one sequence the earlier guess comes first, as it is at least as likely.
     order.sort_by(|a, b| b.0.total_cmp(&a.0));
     let speed = |tokens: f64, guesses: usize| tokens / times.ratio(rows + guesses);
@@ -101,7 +115,7 @@ pub fn lengths(times: &Times, rows: usize, answers: usize, most: usize, offers: 
             (best, count) = (speed(tokens, i + 1), i + 1);
         }
     }
-    let mut lengths = vec![0; offers.len()];
+    let mut lengths = vec![0; values.len()];
     order[..count].iter().for_each(|&(_, i)| lengths[i] += 1);
     lengths
 }
@@ -183,6 +197,11 @@ mod tests {
         let both = of(2, 2, &[&[0.95; 16], &[0.3; 16]]);
         assert!(both[0] > 3 && both[1] == 0, "{both:?}");
         assert_eq!(lengths(&times, 1, 1, 3, &[vec![1.0; 9]]), [3]);
+        // A second guess for the same position is worth its chance, as any other.
+        assert!((times.slope(1) - 0.2).abs() < 0.01);
+        assert_eq!(worth(&times, 1, 1, 64, &[vec![0.6, 0.5, 0.36, 0.1]]), [3]);
+        assert_eq!(worth(&times, 1, 1, 64, &[vec![0.6, 0.1, 0.06]]), [1]);
+        assert_eq!(worth(&times, 2, 2, 64, &[vec![0.2, 0.1], vec![0.9, 0.8]]), [0, 2]);
     }
 
     #[test]

@@ -1,12 +1,18 @@
 //! Guesses of the sequences of a step: who gets how many, and what is learned from what became of them.
 
-use std::collections::BTreeMap;
+use std::{borrow::Cow, collections::BTreeMap};
 
-use quern_kernels::sample::Distribution;
+use quern_kernels::{
+    exec::{Mask, tree_mask},
+    sample::Distribution,
+};
 
 use super::{active::Active, writer::Ability};
 use crate::{
-    draft::{Chances, Counts, Guess, Lookup, MOST, Method, Past, Place, Source, Speculation, Times, depth, lengths},
+    draft::{
+        Chances, Counts, Guess, Limits, Lookup, MOST, MOST_WIDTH, Method, Past, Place, Source, Speculation, Times, Tree,
+        depth, lengths, parent, worth,
+    },
     sched::{Budget, Scheduler, Sequence},
 };
 
@@ -22,6 +28,10 @@ pub(super) struct Guesser {
     pub past: Past,
     /// What the writer can do; `None`: there is none.
     pub writer: Option<Ability>,
+    /// Most ends of paths of a tree that the device checks.
+    pub leaves: usize,
+    /// Of the step that is planned: its rows without guesses, and the answers among them.
+    step: (usize, usize),
 }
 
 /// A request's part.
@@ -34,9 +44,18 @@ pub(super) struct Ahead {
     shares: bool,
     /// Of the guesses of this step.
     places: Vec<Place>,
+    /// What they hang on, and the mask of the step's rows; both empty for a chain.
+    parents: Vec<Option<usize>>,
+    rows: Vec<u64>,
     /// What they were drawn from, where that matters.
     pub from: Vec<Distribution>,
 }
+
+/// A guess of which not as many are right as one in twenty is never worth a look.
+const LEAST: f64 = 0.05;
+
+/// Guesses of one sequence in a tree whose size nobody asked for.
+const MOST_AT_ONCE: usize = 32;
 
 /// Where guesses come from that are written.
 pub(super) fn written_places(count: usize) -> impl Iterator<Item = Place> {
@@ -46,14 +65,16 @@ pub(super) fn written_places(count: usize) -> impl Iterator<Item = Place> {
 impl Ahead {
     pub fn new(speculation: Speculation, shares: bool) -> Ahead {
         let (lookup, chances) = (Lookup::default(), Chances::of_one());
-        Ahead { speculation, lookup, chances, shares, places: vec![], from: vec![] }
+        let (places, parents, rows, from) = (vec![], vec![], vec![], vec![]);
+        Ahead { speculation, lookup, chances, shares, places, parents, rows, from }
     }
 }
 
 impl Guesser {
     pub fn new(speculation: Speculation) -> Guesser {
         let (counts, times, chances) = (Counts::default(), Times::default(), Chances::of_all());
-        Guesser { speculation, counts, times, chances, past: Past::default(), writer: None }
+        let (past, writer, leaves, step) = (Past::default(), None, 1, (0, 0));
+        Guesser { speculation, counts, times, chances, past, writer, leaves, step }
     }
 
     /// Guesses for the next step, by request; `context` is the longest sequence.
@@ -86,13 +107,19 @@ impl Guesser {
             guesses.insert(sequence.id, guess);
         }
         let rows = answers + scheduler.prompts().min(budget.mixed);
+        self.step = (rows, answers);
         if let Some(Ability { pass, at_once, .. }) = self.writer.filter(|_| !writing.is_empty()) {
             // Before the first one: as if it were a fifth of a step.
             let pass = if pass > 0.0 { self.times.relative(pass) } else { 0.2 };
             let cost = |depth: usize| if at_once { pass } else { pass * depth as f64 };
             let depth = depth(&self.times, rows, answers, budget.logits, cost, &written);
+            let most = pass / writing.len() as f64;
             for id in writing {
-                guesses.entry(id).and_modify(|guess| guess.to_write = guess.to_write.min(depth));
+                let Some(guess) = guesses.get_mut(&id) else { continue };
+                guess.to_write = guess.to_write.min(depth);
+                if let (Some(limits), Some(active)) = (&mut guess.shape, active.get(&id)) {
+                    self.limit(limits, guess.to_write, most, &active.ahead().chances);
+                }
             }
             // What is written is not looked up; what is not worth a pass may be worth a look.
             for (id, offer) in ids.iter().zip(&mut offers) {
@@ -106,6 +133,56 @@ impl Guesser {
         }
         guesses.retain(|_, guess| guess.to_write > 0 || !guess.tokens.is_empty());
         guesses
+    }
+
+    /// Limits a tree with paths of `depth` to what can pay: `pass` is what a pass of the writer costs, in steps of one
+    /// row, where it serves many its share.
+    fn limit(&self, limits: &mut Limits, depth: usize, pass: f64, chances: &Chances) {
+        let (rows, answers) = self.step;
+        let at_once = self.writer.is_none_or(|writer| writer.at_once);
+        // A guess must bring in its time what the step brings without guesses, at least.
+        let speed = answers as f64 / self.times.ratio(rows);
+        let floor = (self.times.slope(rows) * speed).clamp(LEAST, 1.0);
+        // Paths of one level are right with a chance of 1 together.
+        let side_by_side = (1.0 / floor) as usize;
+        *limits = Limits {
+            nodes: limits.nodes.min(depth * side_by_side).min(MOST_AT_ONCE),
+            width: side_by_side.clamp(1, MOST_WIDTH),
+            floor,
+            expand: if at_once { floor } else { floor.max(pass * speed) },
+            sure: Some(chances.sure(&self.chances)),
+        };
+    }
+
+    /// Chooses what is checked of trees that were written, by request, each with the rows that it has: the best guesses of
+    /// all, as many as pay beside `others` guesses; of trees of a size that was asked for, all.
+    pub fn choose(
+        &mut self,
+        trees: Vec<(u64, Tree, usize)>,
+        others: usize,
+        most: usize,
+        active: &mut BTreeMap<u64, Active>,
+    ) -> Vec<(u64, Guess)> {
+        let free = |(_, tree, room): &(u64, Tree, usize)| match tree.limits().sure {
+            Some(_) => tree.values().into_iter().take(*room).collect(),
+            None => vec![],
+        };
+        let values: Vec<Vec<f64>> = trees.iter().map(free).collect();
+        let (rows, answers) = self.step;
+        let counts = worth(&self.times, rows + others, answers, most, &values);
+        let choose = |((id, tree, room), count): ((u64, Tree, usize), usize)| {
+            let count = if tree.limits().sure.is_some() { count } else { room };
+            if count == 0
+                && let Some(active) = active.get_mut(&id)
+            {
+                // What was written for nothing was no help.
+                let first = Place::new(Source::Model, 1);
+                self.chances.note(first, false);
+                active.ahead_mut().chances.note(first, false);
+            }
+            (id, tree.best(count.min(room), self.leaves))
+        };
+        trees.into_iter().zip(counts).map(choose).collect()
     }
 
     /// What may follow a sequence.
@@ -139,6 +216,7 @@ impl Guesser {
             // What was said before is free, and taken where it is as sure.
             if guess.places.first().is_none_or(|&first| chance(first) < chance(Place::new(Source::Model, 1))) {
                 guess.to_write = to_write;
+                guess.shape = self.shape(active, to_write, writer);
             }
         }
         let end = guess.tokens.iter().take(most).position(|&token| active.ends(token));
@@ -147,12 +225,42 @@ impl Guesser {
         guess
     }
 
-    /// A request's guesses of a step were checked: the first `accepted` of `guesses` were right.
-    pub fn checked(&mut self, ahead: &mut Ahead, guesses: usize, accepted: usize) {
-        self.counts.note(guesses, accepted);
-        for (i, &place) in ahead.places.iter().take(guesses.min(accepted + 1)).enumerate() {
-            self.chances.note(place, i < accepted);
-            ahead.chances.note(place, i < accepted);
+    /// The shape in which a request's guesses are written; `None`: a chain. Chains are drawn, where guesses are judged by
+    /// rejection, and trees are not, so that they are for those who ask for them.
+    fn shape(&self, active: &Active, depth: usize, writer: Ability) -> Option<Limits> {
+        let Speculation { fixed, tree, .. } = active.ahead().speculation;
+        if !writer.branches || depth == 0 {
+            return None;
+        }
+        match (fixed, tree) {
+            (_, Some(nodes)) if self.leaves > 1 => Some(Limits::fixed(nodes, depth)),
+            (None, None) if !active.rejects() => Some(Limits::fixed(MOST_AT_ONCE, depth)),
+            _ => None,
+        }
+    }
+
+    /// A request's guesses of a step were checked: `path` were right.
+    pub fn checked(&mut self, ahead: &mut Ahead, guesses: usize, path: &[usize]) {
+        self.counts.note(guesses, path.len());
+        let mut note = |place, right| {
+            self.chances.note(place, right);
+            ahead.chances.note(place, right);
+        };
+        let mut depths: Vec<usize> = vec![];
+        for (i, &place) in ahead.places.iter().take(guesses).enumerate() {
+            let above = parent(&ahead.parents, i);
+            depths.push(above.map_or(1, |above| depths[above] + 1));
+            // What hangs on a wrong guess may be right or not.
+            if above.is_none_or(|above| path.contains(&above)) {
+                note(place, path.contains(&i));
+            }
+        }
+        if ahead.places.first().is_some_and(|place| place.is_sure()) {
+            // How far what is written reaches, whatever its shape.
+            let deepest = depths.iter().copied().max().unwrap_or(0);
+            for (i, place) in written_places(deepest.min(path.len() + 1)).enumerate() {
+                note(place, i < path.len());
+            }
         }
     }
 
@@ -171,8 +279,29 @@ impl Guesser {
 }
 
 impl Ahead {
-    /// These guesses are checked in this step.
-    pub fn expects(&mut self, guess: Guess) {
-        (self.places, self.from) = (guess.places, guess.from);
+    /// These guesses are checked in this step, behind `before` rows.
+    pub fn expects(&mut self, guess: Guess, before: usize) {
+        let hangs = |parent: &Option<usize>| Some(before - 1 + parent.map_or(0, |parent| parent + 1));
+        self.rows = match guess.parents.is_empty() {
+            true => vec![],
+            false => {
+                let chain = (0..before).map(|row| row.checked_sub(1));
+                tree_mask(&chain.chain(guess.parents.iter().map(hangs)).collect::<Vec<_>>())
+            }
+        };
+        (self.places, self.parents, self.from) = (guess.places, guess.parents, guess.from);
+    }
+
+    /// What the `count` guesses of this step hang on.
+    pub fn parents(&self, count: usize) -> Cow<'_, [Option<usize>]> {
+        match self.parents.is_empty() {
+            true => (0..count).map(|i| i.checked_sub(1)).collect(),
+            false => Cow::Borrowed(&self.parents),
+        }
+    }
+
+    /// How the rows of the step see each other, if there are guesses.
+    pub fn mask(&self, guesses: usize) -> Mask<'_> {
+        if guesses == 0 || self.rows.is_empty() { Mask::Causal } else { Mask::Tree(&self.rows) }
     }
 }

@@ -9,6 +9,7 @@ mod active;
 mod ahead;
 mod constraint;
 mod defaults;
+mod grow;
 mod head;
 mod keep;
 mod memory;
@@ -131,7 +132,7 @@ pub enum Event {
     Guessed {
         /// As returned by [`Generator::add`].
         request: u64,
-        /// Tokens guessed, at least one.
+        /// Tokens guessed, at least one; of a tree all of them.
         drafted: usize,
         /// Of them right, and after none that was wrong.
         accepted: usize,

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Instant};
 
 use quern_kernels::{
     cpu::kv::{BLOCK, KvType},
-    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, Mask, Plan},
+    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, Plan},
     sample::Sampled,
 };
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
@@ -18,11 +18,11 @@ use super::{
     memory::MemoryPlan,
     pace::Pace,
     small::Small,
-    writer::{Asked, Writer},
+    writer::{Asked, Writer, Written},
 };
 use crate::draft::{Guess, Past, Speculation};
 use crate::random;
-use crate::sched::{Arrival, KvPool, Node, Scheduled, Scheduler, Step};
+use crate::sched::{Arrival, KvPool, LOGIT_ROWS, Node, Scheduled, Scheduler, Step};
 
 /// How an engine runs a model.
 #[derive(Debug, Clone, Copy)]
@@ -47,6 +47,8 @@ pub struct EngineOptions {
     pub kv: KvType,
     /// How answers are guessed ahead, unless a request says it.
     pub speculation: Speculation,
+    /// KV blocks more that a GPU has for trees of guesses, two for each end of a path but one; with none there are chains.
+    pub tree_blocks: usize,
 }
 
 impl Default for EngineOptions {
@@ -62,6 +64,7 @@ impl Default for EngineOptions {
             activations: None,
             kv: KvType::F16,
             speculation: Speculation::OFF,
+            tree_blocks: 0,
         }
     }
 }
@@ -82,7 +85,7 @@ impl EngineOptions {
             activations,
             kv,
             rows: self.rows(),
-            tree_blocks: 0,
+            tree_blocks: self.tree_blocks,
             gpu_layers,
         }
     }
@@ -167,6 +170,8 @@ impl Engine {
         let pace = Pace::new(options.batch_tokens);
         let scheduler = Scheduler::new(pool, pace.budget(0), options.sequences.max(1), window(file.spec()));
         let context = options.context_of(file.spec()).min(scheduler.room());
+        let mut guesser = Guesser::new(options.speculation);
+        guesser.leaves = executor.tree_leaves();
         Engine {
             file,
             executor,
@@ -177,7 +182,7 @@ impl Engine {
             context,
             secret: random::unforeseen(),
             pace,
-            guesser: Guesser::new(options.speculation),
+            guesser,
             writer: None,
             stats: Stats::default(),
             keep: None,
@@ -240,7 +245,7 @@ impl Engine {
         let budget = self.pace.budget(self.scheduler.load().0);
         self.scheduler.set_budget(budget);
         let guesses = self.guesser.guess(&self.scheduler, &mut self.active, budget, self.context);
-        let room = |id| guesses.get(&id).map_or(0, |guess: &Guess| guess.tokens.len().max(guess.to_write));
+        let room = |id| guesses.get(&id).map_or(0, Guess::room);
         let step = self.scheduler.schedule(room);
         let at = Instant::now();
         for &(request, cached) in &step.started {
@@ -254,12 +259,13 @@ impl Engine {
         for share in &shares {
             let s = self.scheduler.running(share.id).expect("schedule() returns running sequences");
             let end = s.computed + share.count;
+            let active = &self.active[&share.id];
             plan.chunks.push(Chunk {
                 tokens: &s.tokens[s.computed..end],
                 start: s.computed,
                 blocks: &s.blocks,
-                mask: Mask::Causal,
-                output: self.active[&share.id].output(*share, &s.tokens[..end]),
+                mask: active.ahead().mask(share.guesses),
+                output: active.output(*share, &s.tokens[..end]),
             });
         }
         let start = Instant::now();
@@ -304,12 +310,12 @@ impl Engine {
                 return true;
             }
             let mut guess = guesses.remove(&share.id).unwrap_or_default();
-            guess.tokens.truncate(share.guesses);
-            match active.mask(&guess.tokens) {
-                Ok(allowed) => {
-                    guess.tokens.truncate(allowed);
+            let room: Vec<bool> = (0..guess.tokens.len()).map(|i| i < share.guesses).collect();
+            guess.keep(&room);
+            match active.mask(&mut guess) {
+                Ok(()) => {
                     *share = self.scheduler.guess(*share, &guess.tokens);
-                    active.ahead_mut().expects(guess);
+                    active.ahead_mut().expects(guess, share.count - share.guesses);
                     true
                 }
                 Err(reason) => {
@@ -331,27 +337,43 @@ impl Engine {
         for share in shares {
             let active = &self.active[&share.id];
             if let Some((params, prompt_len, from)) = active.written(method) {
-                let wanted = guesses.get(&share.id).map_or(0, |guess| guess.to_write.min(share.guesses));
+                let guess = guesses.get(&share.id);
+                let wanted = guess.filter(|guess| guess.to_write > 0).map_or(0, |guess| guess.room().min(share.guesses));
                 // Others' guesses may have the room.
-                let count = share.count - share.guesses + wanted;
-                asked.push(Asked { share: Scheduled { count, guesses: wanted, ..*share }, params, prompt_len, from });
+                let share = Scheduled { count: share.count - share.guesses + wanted, guesses: wanted, ..*share };
+                let depth = guess.map_or(0, |guess| guess.to_write.min(wanted));
+                let shape = guess.and_then(|guess| guess.shape);
+                asked.push(Asked { share, depth, shape, params, prompt_len, from });
             }
         }
-        for (id, (tokens, from)) in writer.write(&self.scheduler, &asked)? {
+        let rooms: BTreeMap<u64, usize> = asked.iter().map(|asked| (asked.share.id, asked.share.guesses)).collect();
+        let mut trees = vec![];
+        for (id, written) in writer.write(&self.scheduler, &asked)? {
             let guess = guesses.entry(id).or_default();
-            if tokens.is_empty() {
-                continue;
-            }
-            guess.places = written_places(tokens.len()).collect();
-            // Where the text may end, nothing need be guessed; but a guess that was drawn must not be kept back for what it
-            // is, or the others would be drawn from something else.
             let active = &self.active[&id];
-            let end = tokens.iter().position(|&token| active.ends(token)).filter(|_| from.is_empty());
-            guess.tokens = tokens;
-            guess.tokens.truncate(end.unwrap_or(guess.tokens.len()));
-            guess.from = from;
+            match written {
+                Written::Chain(tokens, _) if tokens.is_empty() => {}
+                Written::Chain(tokens, from) => {
+                    guess.places = written_places(tokens.len()).collect();
+                    // Where the text may end, nothing need be guessed; but a guess that was drawn must not be kept back for
+                    // what it is, or the others would be drawn from something else.
+                    let end = tokens.iter().position(|&token| active.ends(token)).filter(|_| from.is_empty());
+                    guess.tokens = tokens;
+                    guess.tokens.truncate(end.unwrap_or(guess.tokens.len()));
+                    guess.from = from;
+                }
+                Written::Tree(mut tree) => {
+                    tree.without(|token| active.ends(token));
+                    trees.push((id, tree, rooms[&id]));
+                }
+            }
         }
         self.guesser.writer = Some(writer.ability());
+        if !trees.is_empty() {
+            let written = |id: &u64| trees.iter().any(|(of, ..)| of == id);
+            let others = guesses.iter().filter(|(id, _)| !written(id)).map(|(_, guess)| guess.tokens.len()).sum();
+            guesses.extend(self.guesser.choose(trees, others, LOGIT_ROWS, &mut self.active));
+        }
         Ok(())
     }
 
@@ -363,7 +385,7 @@ impl Engine {
     }
 
     /// Takes what a share gave.
-    fn receive(&mut self, share: Scheduled, output: ChunkOutput, events: &mut Vec<Event>) {
+    fn receive(&mut self, share: Scheduled, output: ChunkOutput, events: &mut Vec<Event>) -> Result<(), EngineError> {
         let request = share.id;
         let active = self.active.get_mut(&request).expect("a scheduled sequence is active");
         let sequence = self.scheduler.running(request).expect("it was scheduled");
@@ -372,32 +394,39 @@ impl Engine {
             Err(error) => {
                 self.scheduler.remove(request);
                 self.active.remove(&request);
-                return events.push(Event::Failed { request, error });
+                events.push(Event::Failed { request, error });
+                return Ok(());
             }
         };
         if let Some(tokens) = active.prompt_scores() {
             events.push(Event::Prompt { request, tokens });
         }
-        let (sampled, error) = match got {
-            Got::Nothing => return self.scheduler.computed(share, &[]),
+        let (sampled, error, path) = match got {
+            Got::Nothing => {
+                self.scheduler.computed(share, &[]);
+                return Ok(());
+            }
             Got::Vector(values) => {
                 self.scheduler.computed(share, &[]);
                 events.push(Event::Embedding { request, values });
-                return self.finish(request, Finish::Stop, events);
+                self.finish(request, Finish::Stop, events);
+                return Ok(());
             }
             Got::PromptOnly => {
                 self.scheduler.computed(share, &[]);
-                return self.finish(request, Finish::Length, events);
+                self.finish(request, Finish::Length, events);
+                return Ok(());
             }
-            Got::Tokens(sampled, error) => (sampled, error),
+            Got::Tokens { next, error, path } => (next, error, path),
         };
-        let active = self.active.get_mut(&request).expect("as above");
-        let accepted = if error.is_some() { sampled.len() } else { sampled.len().saturating_sub(1) };
-        let drafted = share.guesses;
+        let (drafted, accepted) = (share.guesses, path.len());
         if drafted > 0 {
-            self.guesser.checked(active.ahead_mut(), drafted, accepted);
+            self.together(share, &path)?;
+            let active = self.active.get_mut(&request).expect("as above");
+            self.guesser.checked(active.ahead_mut(), drafted, &path);
             events.push(Event::Guessed { request, drafted, accepted });
         }
+        let active = self.active.get_mut(&request).expect("as above");
         let mut tokens = vec![];
         let mut end = None;
         for Sampled { token: id, logprob, top } in sampled {
@@ -423,6 +452,24 @@ impl Engine {
                 events.push(Event::Failed { request, error });
             }
         }
+        Ok(())
+    }
+
+    /// Moves what was computed of a path of guesses together, behind the text.
+    fn together(&mut self, share: Scheduled, path: &[usize]) -> Result<(), EngineError> {
+        let sequence = self.scheduler.running(share.id).expect("it was scheduled");
+        let first = sequence.computed + share.count - share.guesses;
+        // The best path lies right.
+        let right = path.iter().enumerate().take_while(|(i, guess)| i == *guess).count();
+        let from: Vec<usize> = path[right..].iter().map(|guess| first + guess).collect();
+        if from.is_empty() {
+            return Ok(());
+        }
+        self.executor.move_rows(&sequence.blocks, &from, first + right).map_err(failed)?;
+        if let Some(writer) = &mut self.writer {
+            writer.moved(share.id, &from, first + right);
+        }
+        Ok(())
     }
 
     fn finish(&mut self, request: u64, finish: Finish, events: &mut Vec<Event>) {
@@ -493,7 +540,7 @@ impl Generator for Engine {
             return Ok(false);
         }
         for (share, output) in self.run(events)? {
-            self.receive(share, output, events);
+            self.receive(share, output, events)?;
         }
         Ok(!self.scheduler.is_idle())
     }

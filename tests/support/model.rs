@@ -1,6 +1,10 @@
 //! A converted model, as tests use it: logits of given tokens, and continuations.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+    sync::Arc,
+};
 
 use quern::engine::{Engine, EngineOptions, Event, Finish, Generator, Request};
 use quern_convert::{Options, Report, convert};
@@ -199,4 +203,26 @@ pub fn greedy(file: &Arc<ModelFile>, run: Run, prompts: &[Vec<u32>], count: usiz
         ..Request::default()
     };
     answer(&mut engine, &prompts.iter().map(request).collect::<Vec<_>>())
+}
+
+/// Asserts that two samples, of texts and how often each came, can be of one distribution: chi-square of both against
+/// their mean, cells of at least 10.
+pub fn same_distribution(what: &str, a: &BTreeMap<Vec<u32>, u64>, b: &BTreeMap<Vec<u32>, u64>) {
+    let (mut chi, mut cells, mut rest) = (0.0, 0, (0, 0));
+    let keys: BTreeSet<_> = a.keys().chain(b.keys()).collect();
+    let mut add = |a: u64, b: u64| {
+        chi += (a as f64 - b as f64).powi(2) / (a + b) as f64;
+        cells += 1;
+    };
+    for key in keys {
+        let (a, b) = (a.get(key).copied().unwrap_or(0), b.get(key).copied().unwrap_or(0));
+        if a + b >= 20 { add(a, b) } else { rest = (rest.0 + a, rest.1 + b) }
+    }
+    if rest.0 + rest.1 > 0 {
+        add(rest.0, rest.1);
+    }
+    let free = f64::from(cells - 1);
+    println!("{what}: chi-square {chi:.1} of {free} degrees of freedom");
+    // Five standard deviations.
+    assert!(free > 20.0 && chi < free + 5.0 * (2.0 * free).sqrt(), "{what}: {chi} of {free}");
 }
