@@ -121,13 +121,15 @@ pub fn worth(times: &Times, rows: usize, answers: usize, most: usize, values: &[
 }
 
 /// How many guesses of each sequence a small model or a head should write, where so many cost as much as `cost` steps of
-/// one row. As [`lengths`], but all get as many.
+/// one row, and of which such a share is checked in the mean: of a tree it may be more than all. As [`lengths`], but all
+/// get as many.
 pub fn depth(
     times: &Times,
     rows: usize,
     answers: usize,
     most: usize,
     cost: impl Fn(usize) -> f64,
+    checked: f64,
     offers: &[Vec<f64>],
 ) -> usize {
     let speed = |depth: usize| {
@@ -141,7 +143,9 @@ pub fn depth(
         };
         let tokens = answers as f64 + offers.iter().map(sum).sum::<f64>();
         let guesses: usize = offers.iter().map(|offer| depth.min(offer.len())).sum();
-        tokens / (times.ratio(rows + guesses) + if depth == 0 { 0.0 } else { cost(depth) })
+        let without = times.ratio(rows);
+        let with = without + (times.ratio(rows + guesses) - without) * checked;
+        tokens / (with + if depth == 0 { 0.0 } else { cost(depth) })
     };
     let longest = offers.iter().map(Vec::len).max().unwrap_or(0);
     let fits = |depth: &usize| offers.iter().map(|offer| offer.len().min(*depth)).sum::<usize>() <= most;
@@ -209,15 +213,18 @@ mod tests {
         let mut times = Times::default();
         (1..=16).for_each(|rows| times.note(rows, 1.0 + 0.2 * (rows as f64 - 1.0)));
         let each = |pass: f64| move |depth: usize| pass * depth as f64;
-        let of = |pass, chance: f64| depth(&times, 1, 1, 64, each(pass), &[vec![chance; 16]]);
+        let of = |pass, chance: f64| depth(&times, 1, 1, 64, each(pass), 1.0, &[vec![chance; 16]]);
         assert_eq!(of(0.0, 0.9), lengths(&times, 1, 1, 64, &[vec![0.9; 16]])[0]);
         assert!(of(0.1, 0.9) < of(0.0, 0.9) && of(0.1, 0.9) > 0);
         assert_eq!((of(0.1, 0.2), of(0.9, 0.9)), (0, 0), "wrong, or slow");
-        assert_eq!(depth(&times, 2, 2, 5, each(0.01), &[vec![1.0; 16], vec![1.0; 16]]), 2, "no more than have room");
-        assert_eq!(depth(&times, 1, 1, 64, each(0.1), &[]), 0);
-        assert_eq!(depth(&times, 1, 1, 64, each(0.1), &[vec![1.0; 3]]), 3);
+        assert_eq!(depth(&times, 2, 2, 5, each(0.01), 1.0, &[vec![1.0; 16], vec![1.0; 16]]), 2, "no more than have room");
+        assert_eq!(depth(&times, 1, 1, 64, each(0.1), 1.0, &[]), 0);
+        assert_eq!(depth(&times, 1, 1, 64, each(0.1), 1.0, &[vec![1.0; 3]]), 3);
+        // Rows that are not checked cost nothing.
+        let rare = |checked| depth(&times, 1, 1, 64, each(0.1), checked, &[vec![0.25; 4]]);
+        assert_eq!((rare(1.0), rare(0.3)), (0, 1));
         // One pass for all: where it pays at all, so does each more.
-        let whole = |pass: f64| depth(&times, 1, 1, 64, |_| pass, &[vec![0.9; 8]]);
+        let whole = |pass: f64| depth(&times, 1, 1, 64, |_| pass, 1.0, &[vec![0.9; 8]]);
         assert!(whole(0.5) >= of(0.5, 0.9) && whole(50.0) == 0);
     }
 }

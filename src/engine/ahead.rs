@@ -32,6 +32,8 @@ pub(super) struct Guesser {
     pub leaves: usize,
     /// Of the step that is planned: its rows without guesses, and the answers among them.
     step: (usize, usize),
+    /// Guesses checked for each level of a tree that was written, in the mean.
+    checked: f64,
 }
 
 /// A request's part.
@@ -47,6 +49,8 @@ pub(super) struct Ahead {
     /// What they hang on, and the mask of the step's rows; both empty for a chain.
     parents: Vec<Option<usize>>,
     rows: Vec<u64>,
+    /// Levels that were written of their tree.
+    depth: usize,
     /// What they were drawn from, where that matters.
     pub from: Vec<Distribution>,
 }
@@ -57,6 +61,16 @@ const LEAST: f64 = 0.05;
 /// Guesses of one sequence in a tree whose size nobody asked for.
 const MOST_AT_ONCE: usize = 32;
 
+/// A tree that was written for a request.
+pub(super) struct Written {
+    pub id: u64,
+    pub tree: Tree,
+    /// Rows that it may have.
+    pub room: usize,
+    /// Levels that were wanted.
+    pub depth: usize,
+}
+
 /// Where guesses come from that are written.
 pub(super) fn written_places(count: usize) -> impl Iterator<Item = Place> {
     (1..=count).map(|i| Place::new(Source::Model, i))
@@ -66,7 +80,7 @@ impl Ahead {
     pub fn new(speculation: Speculation, shares: bool) -> Ahead {
         let (lookup, chances) = (Lookup::default(), Chances::of_one());
         let (places, parents, rows, from) = (vec![], vec![], vec![], vec![]);
-        Ahead { speculation, lookup, chances, shares, places, parents, rows, from }
+        Ahead { speculation, lookup, chances, shares, places, parents, rows, depth: 0, from }
     }
 }
 
@@ -74,7 +88,7 @@ impl Guesser {
     pub fn new(speculation: Speculation) -> Guesser {
         let (counts, times, chances) = (Counts::default(), Times::default(), Chances::of_all());
         let (past, writer, leaves, step) = (Past::default(), None, 1, (0, 0));
-        Guesser { speculation, counts, times, chances, past, writer, leaves, step }
+        Guesser { speculation, counts, times, chances, past, writer, leaves, step, checked: 1.0 }
     }
 
     /// Guesses for the next step, by request; `context` is the longest sequence.
@@ -108,11 +122,12 @@ impl Guesser {
         }
         let rows = answers + scheduler.prompts().min(budget.mixed);
         self.step = (rows, answers);
-        if let Some(Ability { pass, at_once, .. }) = self.writer.filter(|_| !writing.is_empty()) {
+        if let Some(Ability { pass, at_once, branches, .. }) = self.writer.filter(|_| !writing.is_empty()) {
             // Before the first one: as if it were a fifth of a step.
             let pass = if pass > 0.0 { self.times.relative(pass) } else { 0.2 };
             let cost = |depth: usize| if at_once { pass } else { pass * depth as f64 };
-            let depth = depth(&self.times, rows, answers, budget.logits, cost, &written);
+            let checked = if branches { self.checked } else { 1.0 };
+            let depth = depth(&self.times, rows, answers, budget.logits, cost, checked, &written);
             let most = pass / writing.len() as f64;
             for id in writing {
                 let Some(guess) = guesses.get_mut(&id) else { continue };
@@ -154,33 +169,36 @@ impl Guesser {
         };
     }
 
-    /// Chooses what is checked of trees that were written, by request, each with the rows that it has: the best guesses of
-    /// all, as many as pay beside `others` guesses; of trees of a size that was asked for, all.
+    /// Chooses what is checked of trees that were written: the best guesses of all, as many as pay beside `others` guesses;
+    /// of trees of a size that was asked for, all.
     pub fn choose(
         &mut self,
-        trees: Vec<(u64, Tree, usize)>,
+        trees: Vec<Written>,
         others: usize,
         most: usize,
         active: &mut BTreeMap<u64, Active>,
     ) -> Vec<(u64, Guess)> {
-        let free = |(_, tree, room): &(u64, Tree, usize)| match tree.limits().sure {
-            Some(_) => tree.values().into_iter().take(*room).collect(),
+        let free = |written: &Written| match written.tree.limits().sure {
+            Some(_) => written.tree.values().into_iter().take(written.room).collect(),
             None => vec![],
         };
         let values: Vec<Vec<f64>> = trees.iter().map(free).collect();
         let (rows, answers) = self.step;
         let counts = worth(&self.times, rows + others, answers, most, &values);
-        let choose = |((id, tree, room), count): ((u64, Tree, usize), usize)| {
-            let count = if tree.limits().sure.is_some() { count } else { room };
-            if count == 0
-                && let Some(active) = active.get_mut(&id)
-            {
+        let choose = |(Written { id, tree, room, depth }, count): (Written, usize)| {
+            let free = tree.limits().sure.is_some();
+            let mut guess = tree.best(if free { count } else { room }, self.leaves);
+            guess.to_write = depth;
+            if free {
+                self.checked += (guess.tokens.len() as f64 / depth.max(1) as f64 - self.checked) * 0.05;
+            }
+            if let Some(active) = active.get_mut(&id).filter(|_| guess.tokens.is_empty()) {
                 // What was written for nothing was no help.
                 let first = Place::new(Source::Model, 1);
                 self.chances.note(first, false);
                 active.ahead_mut().chances.note(first, false);
             }
-            (id, tree.best(count.min(room), self.leaves))
+            (id, guess)
         };
         trees.into_iter().zip(counts).map(choose).collect()
     }
@@ -246,19 +264,15 @@ impl Guesser {
             self.chances.note(place, right);
             ahead.chances.note(place, right);
         };
-        let mut depths: Vec<usize> = vec![];
         for (i, &place) in ahead.places.iter().take(guesses).enumerate() {
-            let above = parent(&ahead.parents, i);
-            depths.push(above.map_or(1, |above| depths[above] + 1));
             // What hangs on a wrong guess may be right or not.
-            if above.is_none_or(|above| path.contains(&above)) {
+            if parent(&ahead.parents, i).is_none_or(|above| path.contains(&above)) {
                 note(place, path.contains(&i));
             }
         }
         if ahead.places.first().is_some_and(|place| place.is_sure()) {
-            // How far what is written reaches, whatever its shape.
-            let deepest = depths.iter().copied().max().unwrap_or(0);
-            for (i, place) in written_places(deepest.min(path.len() + 1)).enumerate() {
+            // How far what is written reaches, whatever its shape; what was not worth a look was no help, either.
+            for (i, place) in written_places(ahead.depth.min(path.len() + 1)).enumerate() {
                 note(place, i < path.len());
             }
         }
@@ -290,6 +304,7 @@ impl Ahead {
             }
         };
         (self.places, self.parents, self.from) = (guess.places, guess.parents, guess.from);
+        self.depth = guess.to_write;
     }
 
     /// What the `count` guesses of this step hang on.

@@ -12,7 +12,7 @@ use quern_models::{ModelFile, ModelSpec, spec::Attn};
 use super::{
     EngineError, Event, Failure, Finish, Generator, Limits, Pooling, Request, Stats,
     active::{Active, Got},
-    ahead::{Ahead, Guesser, written_places},
+    ahead::{self, Ahead, Guesser, written_places},
     head::Head,
     keep,
     memory::MemoryPlan,
@@ -346,7 +346,8 @@ impl Engine {
                 asked.push(Asked { share, depth, shape, params, prompt_len, from });
             }
         }
-        let rooms: BTreeMap<u64, usize> = asked.iter().map(|asked| (asked.share.id, asked.share.guesses)).collect();
+        let of = |asked: &Asked| (asked.share.id, (asked.share.guesses, asked.depth));
+        let wanted: BTreeMap<u64, (usize, usize)> = asked.iter().map(of).collect();
         let mut trees = vec![];
         for (id, written) in writer.write(&self.scheduler, &asked)? {
             let guess = guesses.entry(id).or_default();
@@ -364,13 +365,14 @@ impl Engine {
                 }
                 Written::Tree(mut tree) => {
                     tree.without(|token| active.ends(token));
-                    trees.push((id, tree, rooms[&id]));
+                    let (room, depth) = wanted[&id];
+                    trees.push(ahead::Written { id, tree, room, depth });
                 }
             }
         }
         self.guesser.writer = Some(writer.ability());
         if !trees.is_empty() {
-            let written = |id: &u64| trees.iter().any(|(of, ..)| of == id);
+            let written = |id: &u64| trees.iter().any(|written| written.id == *id);
             let others = guesses.iter().filter(|(id, _)| !written(id)).map(|(_, guess)| guess.tokens.len()).sum();
             guesses.extend(self.guesser.choose(trees, others, LOGIT_ROWS, &mut self.active));
         }
