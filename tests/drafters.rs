@@ -247,7 +247,7 @@ fn texts_are_the_same_with_heads_on_a_gpu() {
         assert_eq!(answer(&mut engine, &requests), want, "{name}");
         let guesses = engine.stats().guesses;
         // More guesses than positions, and right ones: they were trees, and not only first choices were kept.
-        assert!(!method.contains('x') || guesses.drafted > 2 * guesses.drafts && guesses.accepted > 4, "{guesses:?}");
+        assert!(!method.contains('x') || guesses.drafted > 2 * guesses.drafts && guesses.accepted > 3, "{guesses:?}");
         drafted += guesses.drafted;
     }
     assert!(drafted > 20, "{drafted}");
