@@ -15,7 +15,7 @@ use quern_kernels::{
 use quern_models::{FloatType, ModelFile, Scheme, ZeroKind, spec::HeadKind};
 use support::{
     block_head, deviation,
-    guessing::{tree_and_paths, TEXT, medusa_rows, of_own, run, states},
+    guessing::{TEXT, medusa_rows, of_own, run, states, tree_and_paths},
     heads, int, made, plain, tokens,
 };
 
@@ -101,7 +101,8 @@ fn rows_of_trees_are_those_of_their_paths() {
             let states = states(&mut executor, &text, TEXT);
             let own: Vec<Vec<f32>> = (0..6).map(|i| states[i * width..][..72].to_vec()).collect();
             let [tree, paths] = tree_and_paths(&mut *head, &text, &states, width, &own);
-            let same = |a: &[f32], b: &[f32]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+            let same =
+                |a: &[f32], b: &[f32]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
             assert!(same(&tree.0, &paths.0) && same(&tree.1, &paths.1), "{kind} {mode:?}");
             assert_ne!(tree.0[..290], tree.0[290..580], "{kind}: the same twice");
         }

@@ -88,7 +88,10 @@ mod tests {
             (tree.tokens, tree.parents)
         };
         assert_eq!(kept([true; 6]), (tree.tokens.clone(), tree.parents.clone()));
-        assert_eq!(kept([true, false, true, true, true, true]), (vec![10, 13, 14, 15], vec![None, Some(0), None, Some(2)]));
+        assert_eq!(
+            kept([true, false, true, true, true, true]),
+            (vec![10, 13, 14, 15], vec![None, Some(0), None, Some(2)])
+        );
         assert_eq!(kept([false, true, true, true, true, true]), (vec![14, 15], vec![]), "a chain");
         assert_eq!(kept([false; 6]), (vec![], vec![]));
         let mut chain = Guess { parents: vec![], ..tree.clone() };

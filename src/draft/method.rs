@@ -121,8 +121,7 @@ impl Speculation {
                                 eagle:4x16";
 
     /// No guesses.
-    pub const OFF: Speculation =
-        Speculation { method: Method::Off, fixed: None, tree: None, accept: Accept::Exact };
+    pub const OFF: Speculation = Speculation { method: Method::Off, fixed: None, tree: None, accept: Accept::Exact };
 }
 
 impl FromStr for Speculation {
@@ -188,7 +187,9 @@ mod tests {
         let tree: Speculation = "eagle:4x16".parse().unwrap();
         assert_eq!((tree.fixed, tree.tree, tree.to_string().as_str()), (Some(4), Some(16), "eagle:4x16"));
         assert!(Speculation::EXPECTED.contains(&format!("up to {MOST_NODES}")));
-        for bad in ["eagle:4x3", "eagle:1x1", "eagle:4x64", "eagle:x16", "eagle:4x", "ngram:4x16", "auto:4x16", "eagle:4x8x8"] {
+        for bad in
+            ["eagle:4x3", "eagle:1x1", "eagle:4x64", "eagle:x16", "eagle:4x", "ngram:4x16", "auto:4x16", "eagle:4x8x8"]
+        {
             let error = bad.parse::<Speculation>().unwrap_err();
             assert!(error.starts_with("expected off, auto"), "{bad}: {error}");
         }

@@ -217,7 +217,11 @@ mod tests {
         assert_eq!(of(0.0, 0.9), lengths(&times, 1, 1, 64, &[vec![0.9; 16]])[0]);
         assert!(of(0.1, 0.9) < of(0.0, 0.9) && of(0.1, 0.9) > 0);
         assert_eq!((of(0.1, 0.2), of(0.9, 0.9)), (0, 0), "wrong, or slow");
-        assert_eq!(depth(&times, 2, 2, 5, each(0.01), 1.0, &[vec![1.0; 16], vec![1.0; 16]]), 2, "no more than have room");
+        assert_eq!(
+            depth(&times, 2, 2, 5, each(0.01), 1.0, &[vec![1.0; 16], vec![1.0; 16]]),
+            2,
+            "no more than have room"
+        );
         assert_eq!(depth(&times, 1, 1, 64, each(0.1), 1.0, &[]), 0);
         assert_eq!(depth(&times, 1, 1, 64, each(0.1), 1.0, &[vec![1.0; 3]]), 3);
         // Rows that are not checked cost nothing.

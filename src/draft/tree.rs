@@ -241,7 +241,14 @@ mod tests {
                     .map(|_| {
                         let mut left = 1.0;
                         let count = random.below(5) as u32;
-                        (0..count).map(|t| (t, { left *= random.fraction() * 0.7; left })).collect()
+                        (0..count)
+                            .map(|t| {
+                                (t, {
+                                    left *= random.fraction() * 0.7;
+                                    left
+                                })
+                            })
+                            .collect()
                     })
                     .collect();
                 tree.grow(at.iter().copied().zip(choices.iter().map(|c| &c[..])));

@@ -10,8 +10,8 @@ use quern_kernels::{
 use super::{active::Active, writer::Ability};
 use crate::{
     draft::{
-        Chances, Counts, Guess, Limits, Lookup, MOST, MOST_WIDTH, Method, Past, Place, Source, Speculation, Times, Tree,
-        depth, lengths, parent, worth,
+        Chances, Counts, Guess, Limits, Lookup, MOST, MOST_WIDTH, Method, Past, Place, Source, Speculation, Times,
+        Tree, depth, lengths, parent, worth,
     },
     sched::{Budget, Scheduler, Sequence},
 };

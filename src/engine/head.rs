@@ -316,8 +316,7 @@ impl Writer for Head {
         let (mut plan, mut fed) = (Plan::default(), vec![]);
         for (i, (s, rows)) in rows.iter().enumerate() {
             let (tokens, start) = (&s.tokens[rows.start + 1..rows.end + 1], rows.start);
-            let output =
-                if i < guessing && block.is_none() { writing[i].output(rows.len() - 1) } else { Output::None };
+            let output = if i < guessing && block.is_none() { writing[i].output(rows.len() - 1) } else { Output::None };
             plan.chunks.push(Chunk { tokens, start, blocks: &s.blocks, mask: Mask::Causal, output });
             fed.push(&kept[&s.id].states[..rows.len() * width]);
         }

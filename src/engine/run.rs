@@ -338,7 +338,8 @@ impl Engine {
             let active = &self.active[&share.id];
             if let Some((params, prompt_len, from)) = active.written(method) {
                 let guess = guesses.get(&share.id);
-                let wanted = guess.filter(|guess| guess.to_write > 0).map_or(0, |guess| guess.room().min(share.guesses));
+                let wanted =
+                    guess.filter(|guess| guess.to_write > 0).map_or(0, |guess| guess.room().min(share.guesses));
                 // Others' guesses may have the room.
                 let share = Scheduled { count: share.count - share.guesses + wanted, guesses: wanted, ..*share };
                 let depth = guess.map_or(0, |guess| guess.to_write.min(wanted));

@@ -128,7 +128,11 @@ impl Rest {
 
     /// The share of what a drafter draws from that the fallen have left.
     fn left(&self, q: &Distribution) -> f64 {
-        if self.fallen.is_empty() { 1.0 } else { 1.0 - self.fallen.iter().map(|&token| q.probability(token)).sum::<f64>() }
+        if self.fallen.is_empty() {
+            1.0
+        } else {
+            1.0 - self.fallen.iter().map(|&token| q.probability(token)).sum::<f64>()
+        }
     }
 
     /// The probability with which a draft was drawn from what the fallen have left.

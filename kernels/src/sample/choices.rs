@@ -5,13 +5,15 @@
 //! any temperature; and the softmax of the sums, which without noise is that of the logits, says by how much the first
 //! choice leads. It costs a guess and no text if that is wrong.
 
-use super::{Candidate, History, SampleError, SamplingParams, adjust, likelier, likeliest, mass, nans, noise, refuse_infinite};
+use super::{
+    Candidate, History, SampleError, SamplingParams, adjust, likelier, likeliest, mass, nans, noise, refuse_infinite,
+};
 
 /// Only so many tokens, those with the largest logits, are weighed: with a long tail, what is drawn may be another one.
-const WEIGHED: usize = 256;
+const WEIGHED: usize = 64;
 
 /// At most `count` tokens that may be chosen at `position`, the likeliest first, with a share of 1 each; using `logits` as
-/// scratch. The first is what [`sample`](super::sample) chooses, if it is among the 256 with the largest logits.
+/// scratch. The first is what [`sample`](super::sample) chooses, if it is among the 64 with the largest logits.
 pub fn choices(
     logits: &mut [f32],
     params: &SamplingParams,

@@ -263,7 +263,9 @@ fn rows_of_trees_of_heads_are_those_of_their_paths() {
     }
     let mut executor = executor(&model, Form::F16, KvType::F16, 64);
     assert_eq!(executor.tree_leaves(), 1);
-    let mut head = executor.head(made("cu-no-trees", Scheme::Float(FloatType::F16), Scheme::Float(FloatType::F16), heads().remove(0).1)).unwrap();
+    let mut head = executor
+        .head(made("cu-no-trees", Scheme::Float(FloatType::F16), Scheme::Float(FloatType::F16), heads().remove(0).1))
+        .unwrap();
     let (mask, output) = (Mask::Tree(&[1, 2]), Output::Logits { from: 0 });
     let chunk = Chunk { tokens: &[1, 2], start: 0, blocks: &[0], mask, output };
     let refused = head.guess(&Plan { chunks: vec![chunk] }, &Fed::Own(vec![&[0.5; 144]])).unwrap_err().to_string();
