@@ -13,6 +13,7 @@ mod grow;
 mod head;
 mod keep;
 mod memory;
+mod options;
 mod pace;
 mod run;
 mod small;
@@ -22,7 +23,8 @@ mod writer;
 pub use constraint::{Constraint, Grammar, TokenSet};
 pub use defaults::defaults;
 pub use memory::MemoryPlan;
-pub use run::{Engine, EngineOptions, OpenError};
+pub use options::{EngineOptions, OpenError};
+pub use run::Engine;
 
 use std::{sync::Arc, time::Instant};
 
