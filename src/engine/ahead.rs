@@ -128,12 +128,12 @@ impl Guesser {
             let cost = |depth: usize| if at_once { pass } else { pass * depth as f64 };
             let checked = if branches { self.checked } else { 1.0 };
             let depth = depth(&self.times, rows, answers, budget.logits, cost, checked, &written);
-            let most = pass / writing.len() as f64;
+            let each = pass / writing.len() as f64;
             for id in writing {
                 let Some(guess) = guesses.get_mut(&id) else { continue };
                 guess.to_write = guess.to_write.min(depth);
                 if let (Some(limits), Some(active)) = (&mut guess.shape, active.get(&id)) {
-                    self.limit(limits, guess.to_write, most, &active.ahead().chances);
+                    self.limit(limits, guess.to_write, each, &active.ahead().chances);
                 }
             }
             // What is written is not looked up; what is not worth a pass may be worth a look.
@@ -160,8 +160,10 @@ impl Guesser {
         let floor = (self.times.slope(rows) * speed).clamp(LEAST, 1.0);
         // Paths of one level are right with a chance of 1 together.
         let side_by_side = (1.0 / floor) as usize;
+        // The rows are kept from others' prompts: not many more than are usually taken.
+        let usual = (depth as f64 * (1.0 + 2.0 * self.checked)).ceil() as usize;
         *limits = Limits {
-            nodes: limits.nodes.min(depth * side_by_side).min(MOST_AT_ONCE),
+            nodes: limits.nodes.min(depth * side_by_side).min(usual).min(MOST_AT_ONCE),
             width: side_by_side.clamp(1, MOST_WIDTH),
             floor,
             expand: if at_once { floor } else { floor.max(pass * speed) },
