@@ -11,12 +11,16 @@
 use std::cmp::Ordering;
 
 mod accept;
+mod branches;
+mod choices;
 mod distribution;
 mod noise;
 mod params;
 mod surveyed;
 
 pub use accept::{Draft, Verdict, matching, rejection};
+pub use branches::{Path, matching_path, rejection_path};
+pub use choices::choices;
 pub use distribution::Distribution;
 pub use noise::gumbel;
 pub(crate) use noise::philox16;
@@ -108,11 +112,17 @@ pub fn argmax(logits: &[f32]) -> Option<u32> {
 
 /// A model never means an infinity.
 fn refuse_infinite(logits: &[f32]) -> Result<(), SampleError> {
-    match logits.iter().position(|&x| x == f32::INFINITY) {
-        Some(token) => Err(SampleError::Infinite { token: token as u32 }),
-        None => Ok(()),
+    // Without a way out of the inner loop it is one for vectors.
+    let infinite = |row: &[f32]| row.iter().fold(false, |found, &x| found | (x == f32::INFINITY));
+    if !logits.chunks(STRIDE).any(infinite) {
+        return Ok(());
     }
+    let token = logits.iter().position(|&x| x == f32::INFINITY).expect("one is");
+    Err(SampleError::Infinite { token: token as u32 })
 }
+
+/// Logits that are looked at together.
+const STRIDE: usize = 64;
 
 /// Puts the tokens that are not in the set out of reach.
 fn forbid(logits: &mut [f32], allowed: Option<&[u32]>) {
@@ -316,14 +326,20 @@ fn likeliest(logits: &[f32], count: usize) -> Vec<Candidate> {
     let room = count.saturating_mul(2).max(64);
     let mut best: Vec<Candidate> = Vec::with_capacity(room.min(logits.len()));
     let mut threshold = f32::NEG_INFINITY;
-    for (token, &logit) in logits.iter().enumerate() {
-        // A later token with an equal logit loses to the earlier one, so `>` is enough.
-        if logit > threshold {
-            best.push(Candidate { token: token as u32, logit });
-            if best.len() == room {
-                best.select_nth_unstable_by(count - 1, likelier);
-                best.truncate(count);
-                threshold = best[count - 1].logit;
+    for (i, some) in logits.chunks(STRIDE).enumerate() {
+        // A later token with an equal logit loses to the earlier one, so `>` is enough; false for NaN.
+        let least = threshold;
+        if !some.iter().fold(false, |found, &logit| found | (logit > least)) {
+            continue;
+        }
+        for (j, &logit) in some.iter().enumerate() {
+            if logit > threshold {
+                best.push(Candidate { token: (i * STRIDE + j) as u32, logit });
+                if best.len() == room {
+                    best.select_nth_unstable_by(count - 1, likelier);
+                    best.truncate(count);
+                    threshold = best[count - 1].logit;
+                }
             }
         }
     }

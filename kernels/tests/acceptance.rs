@@ -4,7 +4,8 @@
 //! in a million cases.
 
 use quern_kernels::sample::{
-    Distribution, Draft, History, SampleError, SamplingParams, matching, rejection, sample_allowed,
+    Distribution, Draft, History, SampleError, SamplingParams, gumbel, matching, matching_path, rejection,
+    rejection_path, sample_allowed,
 };
 
 /// SplitMix64's output function: a hash good enough for toys.
@@ -281,6 +282,29 @@ impl Drafter {
     }
 }
 
+impl Drafter {
+    /// Different drafts after `text`, at most `count`, and what they were drawn from in this order.
+    fn siblings(&self, text: &[u32], prompt_len: usize, seed: u64, count: usize) -> (Vec<u32>, Option<Distribution>) {
+        let q = self.toy.distribution(text, prompt_len, &self.params).expect("a distribution");
+        let position = text.len() as u64;
+        let mut order: Vec<(u32, f64)> = q.iter().collect();
+        let ranked = |by: &dyn Fn(u32, f64) -> f64, order: &mut Vec<(u32, f64)>| {
+            order.sort_by(|a, b| by(b.0, b.1).total_cmp(&by(a.0, a.1)).then(a.0.cmp(&b.0)));
+        };
+        match self.from {
+            Source::Best => ranked(&|_, p| p, &mut order),
+            Source::Any => {
+                order = (0..self.toy.vocab as u32).map(|t| (t, 0.0)).collect();
+                ranked(&|token, _| share(&[seed, position, token.into(), 6]), &mut order);
+            }
+            Source::Noise => ranked(&|token, p| p.ln() + gumbel(hash(&[seed, 77]), position, token), &mut order),
+            Source::SameNoise => ranked(&|token, p| p.ln() + gumbel(seed, position, token), &mut order),
+        }
+        let drawn = matches!(self.from, Source::Noise | Source::SameNoise);
+        (order.into_iter().take(count).map(|(token, _)| token).collect(), drawn.then_some(q))
+    }
+}
+
 /// Drafters for a target with its parameters: bad, good and perfect ones.
 fn drafters(target: Toy, params: &SamplingParams) -> Vec<Drafter> {
     let other = Toy { seed: target.seed ^ 0xABCD, ..target };
@@ -347,6 +371,103 @@ fn speculate(
     }
     text.truncate(len);
     (text, first.unwrap_or_default())
+}
+
+/// Text by one of the rules with trees of two levels, and how often a draft that was not the first of its siblings stood.
+fn speculate_trees(
+    rule: Rule,
+    toy: &Toy,
+    params: &SamplingParams,
+    drafter: &Drafter,
+    prompt: &[u32],
+    len: usize,
+    widths: [usize; 4],
+) -> (Vec<u32>, usize) {
+    let mut text = prompt.to_vec();
+    let mut later = 0;
+    while text.len() < len {
+        let start = text.len();
+        let (mut drafts, mut parents, mut from, mut paths) = (vec![], vec![], vec![], vec![text.clone()]);
+        let mut row = 0;
+        // After the text, and after the first three drafts.
+        while row < widths.len().min(paths.len()) {
+            let path = paths[row].clone();
+            let (tokens, q) = drafter.siblings(&path, prompt.len(), params.seed, widths[row]);
+            for token in tokens {
+                drafts.push(token);
+                parents.push(row.checked_sub(1));
+                from.push(q.clone());
+                paths.push([&path[..], &[token]].concat());
+            }
+            row += 1;
+        }
+        let (path, next) = match rule {
+            Rule::Matching => {
+                let sampled = |row: usize| Some(toy.sample(&paths[row], prompt.len(), params));
+                let path = matching_path(&drafts, &parents, sampled);
+                let end = path.last().map_or(0, |last| last + 1);
+                (path, sampled(end).expect("a token"))
+            }
+            Rule::Rejection => {
+                let of = |(i, q): (usize, &Option<Distribution>)| (drafts[i], q.clone());
+                let all: Vec<_> = from.iter().enumerate().map(of).collect();
+                let all: Vec<_> = all.iter().map(|(token, q)| Draft { token: *token, from: q.as_ref() }).collect();
+                let target = |row: usize| toy.distribution(&paths[row], prompt.len(), params);
+                let path = rejection_path(&all, &parents, target, params.seed, start as u64).expect("a token");
+                (path.accepted, path.next)
+            }
+        };
+        later += path.iter().filter(|&&i| parents[..i].contains(&parents[i])).count();
+        text.extend(path.iter().map(|&i| drafts[i]));
+        text.push(next);
+    }
+    text.truncate(len);
+    (text, later)
+}
+
+/// Numbers of siblings: after the text, and after the first three drafts.
+const WIDTHS: [[usize; 4]; 4] = [[2, 2, 1, 0], [3, 1, 2, 1], [1, 3, 0, 1], [4, 0, 2, 2]];
+
+#[test]
+fn trees_by_matching_change_no_text() {
+    let mut later = 0;
+    for (toy, params) in cases() {
+        for drafter in drafters(toy, &params) {
+            for seed in 0..60 {
+                let params = SamplingParams { seed, ..params.clone() };
+                let widths = WIDTHS[seed as usize % 4];
+                let (text, of_later) = speculate_trees(Rule::Matching, &toy, &params, &drafter, &[1, 0], 20, widths);
+                assert_eq!(text, plain(&toy, &params, &[1, 0], 20), "{}, {params:?}", drafter.name);
+                later += of_later;
+            }
+        }
+    }
+    assert!(later > 5000, "{later}");
+}
+
+#[test]
+fn trees_by_rejection_follow_the_distribution() {
+    const RUNS: u64 = 5000;
+    let mut later = 0;
+    for (case, (toy, params)) in cases().into_iter().enumerate() {
+        let depth = if toy.vocab <= 7 { 3 } else { 2 };
+        let prompt = [1u32, 0];
+        let p = joint(&toy, &params, &prompt, depth);
+        for (i, drafter) in drafters(toy, &params).into_iter().enumerate() {
+            let widths = WIDTHS[(case + i) % 4];
+            let mut counts = vec![0; p.len()];
+            for run in 0..RUNS {
+                let params = SamplingParams { seed: run, ..params.clone() };
+                let of = speculate_trees(Rule::Rejection, &toy, &params, &drafter, &prompt, 2 + depth, widths);
+                later += of.1;
+                let cell = of.0[2..].iter().fold(0, |cell, &token| cell * toy.vocab + token as usize);
+                counts[cell] += 1;
+            }
+            let what = format!("trees {widths:?}, {}, vocabulary of {}, {params:?}", drafter.name, toy.vocab);
+            check_cells(&what, &counts, &p);
+        }
+    }
+    assert!(later > 50_000, "{later}");
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -15,7 +15,7 @@ use quern_kernels::{
 use quern_models::{FloatType, ModelFile, Scheme, ZeroKind, spec::HeadKind};
 use support::{
     block_head, deviation,
-    guessing::{TEXT, medusa_rows, of_own, run, states},
+    guessing::{TEXT, medusa_rows, of_own, run, states, tree_and_paths},
     heads, int, made, plain, tokens,
 };
 
@@ -83,6 +83,28 @@ fn rows_do_not_depend_on_the_company() {
                     "{kind} {mode:?}: {threads} threads, {sizes:?}, {others} others"
                 );
             }
+        }
+    }
+}
+
+/// A row of a tree of guesses has the bits of the chain that is its path.
+#[test]
+fn rows_of_trees_are_those_of_their_paths() {
+    let text = tokens(TEXT);
+    let model = made("trees", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), plain(true));
+    for (kind, spec) in heads().into_iter().filter(|(_, spec)| !spec.layers.is_empty()) {
+        let width = spec.draft_head.as_ref().unwrap().width();
+        let file = made(&format!("trees-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
+        for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::Int8)] {
+            let mut executor = executor(&model, mode, kv, 2);
+            let mut head = executor.head(file.clone()).unwrap();
+            let states = states(&mut executor, &text, TEXT);
+            let own: Vec<Vec<f32>> = (0..6).map(|i| states[i * width..][..72].to_vec()).collect();
+            let [tree, paths] = tree_and_paths(&mut *head, &text, &states, width, &own);
+            let same =
+                |a: &[f32], b: &[f32]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same(&tree.0, &paths.0) && same(&tree.1, &paths.1), "{kind} {mode:?}");
+            assert_ne!(tree.0[..290], tree.0[290..580], "{kind}: the same twice");
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::{error::Error, path::Path, sync::Arc};
 
+use quern_kernels::exec::Device;
 use quern_models::ModelFile;
 
 use super::EngineArgs;
@@ -58,6 +59,17 @@ pub fn give(
     }
     eprintln!("{of} cannot be used, going on without: {}", printable(&error.to_string()));
     Ok(())
+}
+
+/// KV blocks more that a GPU has for trees of a head's guesses: 17 ends of paths, which is the trees that are checked in
+/// practice. The CPU needs none.
+const TREE_BLOCKS: usize = 32;
+
+/// Makes room for trees on a GPU, if what [`of`] found is a head, which only one device with all layers can have.
+pub fn with_trees(options: EngineOptions, found: Option<&ModelFile>) -> EngineOptions {
+    let head = found.is_some_and(|file| Method::of(file.spec()).branches());
+    let place = options.device != Device::Cpu && options.gpu_layers.is_none();
+    EngineOptions { tree_blocks: if head && place { TREE_BLOCKS } else { 0 }, ..options }
 }
 
 /// Refuses a method that needs another file than is there. `given`: it is that of --draft, not the model's own.

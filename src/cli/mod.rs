@@ -176,9 +176,10 @@ pub struct EngineArgs {
     /// Keys and values
     #[arg(long, value_enum, default_value = "f16", help_heading = "Engine")]
     pub kv: Kv,
-    /// Guess tokens ahead, METHOD or METHOD:K: off, ngram (the text's own repetitions), suffix (and earlier answers'),
-    /// grammar (what it leaves no choice about), draft, eagle, mtp, medusa, dflash (the file of --draft, or what the model
-    /// has), auto (what pays most). The text is the same in any case. K: always so many, instead of as many as pay
+    /// Guess tokens ahead, METHOD, METHOD:K or METHOD:KxN: off, ngram (the text's own repetitions), suffix (and earlier
+    /// answers'), grammar (what it leaves no choice about), draft, eagle, mtp, medusa, dflash (the file of --draft, or what
+    /// the model has), auto (what pays most). The text is the same in any case. K: always so many, instead of as many as
+    /// pay; KxN, of a head: a tree of up to N guesses, at most K of them one behind the other
     #[arg(long, value_name = "METHOD", default_value = "auto", help_heading = "Engine")]
     pub speculate: Speculation,
     /// When a guess is right: exact, if it is what would have been chosen anyway (the text is the same as without), or

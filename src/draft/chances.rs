@@ -13,10 +13,12 @@ pub enum Source {
     Others,
     /// The grammar.
     Grammar,
-    /// A small model.
+    /// A small model or a head.
     Model,
     /// The caller.
     Given,
+    /// A head that says how sure it is.
+    Sure,
 }
 
 /// A source, and how sure it is.
@@ -26,18 +28,43 @@ pub struct Place {
     bucket: u8,
 }
 
-const SOURCES: usize = 5;
+const SOURCES: usize = 6;
 
 /// Upper ends of the ranges of lengths that are told apart.
 const LENGTHS: [usize; 9] = [1, 2, 3, 4, 6, 8, 12, 20, 32];
 
 const BUCKETS: usize = LENGTHS.len() + 1;
 
+/// Upper ends of the ranges of how sure a head is, and what is expected in each.
+const SURE: [f64; BUCKETS - 1] = [0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95];
+const SO_OFTEN: [f64; BUCKETS] = [0.01, 0.035, 0.075, 0.15, 0.27, 0.42, 0.6, 0.78, 0.9, 0.97];
+
+/// How often a head that is so sure is right.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sure([f64; BUCKETS]);
+
+impl Sure {
+    /// The chance of a guess that the head gives such a share.
+    pub fn chance(&self, share: f64) -> f64 {
+        self.0[Place::sure(share).bucket as usize]
+    }
+}
+
 impl Place {
     /// A guess of a source, after so many tokens that are the same (guessed ones among them), or, of a grammar or a model,
     /// the so-and-so-many-th of a step.
     pub fn new(source: Source, same: usize) -> Place {
         Place { source, bucket: LENGTHS.partition_point(|&most| most < same) as u8 }
+    }
+
+    /// A guess of which a head is so sure, from 0 to 1, if all before it are right.
+    pub fn sure(share: f64) -> Place {
+        Place { source: Source::Sure, bucket: SURE.partition_point(|&most| most < share) as u8 }
+    }
+
+    /// Whether it is of a head that says how sure it is.
+    pub fn is_sure(self) -> bool {
+        self.source == Source::Sure
     }
 
     fn index(self) -> usize {
@@ -51,6 +78,7 @@ impl Place {
             Source::Own | Source::Others => SAME[self.bucket as usize],
             Source::Grammar => 0.9,
             Source::Model | Source::Given => 0.6,
+            Source::Sure => SO_OFTEN[self.bucket as usize],
         }
     }
 }
@@ -104,6 +132,11 @@ impl Chances {
         self.or(place, start)
     }
 
+    /// How often heads are right, by how sure they are.
+    pub fn sure(&self, all: &Chances) -> Sure {
+        Sure(std::array::from_fn(|bucket| self.of(Place { source: Source::Sure, bucket: bucket as u8 }, all)))
+    }
+
     fn or(&self, place: Place, start: f64) -> f64 {
         let rate = self.rates[place.index()];
         (rate.right + self.weight * start) / (rate.tried + self.weight)
@@ -124,7 +157,10 @@ mod tests {
                 assert!(seen.insert(Place::new(source, n).index()));
             }
         }
+        let shares = SO_OFTEN.map(Place::sure);
+        assert!(shares.iter().enumerate().all(|(i, place)| place.bucket as usize == i && seen.insert(place.index())));
         assert_eq!(seen.last(), Some(&(SOURCES * BUCKETS - 1)));
+        assert_eq!([Place::sure(0.0).bucket, Place::sure(1.0).bucket], [0, 9]);
     }
 
     #[test]
@@ -135,6 +171,9 @@ mod tests {
         (0..100).for_each(|_| all.note(place, true));
         assert!(one.of(place, &all) > 0.9, "others' texts say so");
         assert_eq!(one.of(Place::new(Source::Own, 3), &all), 0.45, "of this place only");
+        assert_eq!(one.sure(&all).chance(0.6), 0.6);
+        (0..100).for_each(|_| all.note(Place::sure(0.6), false));
+        assert!(one.sure(&all).chance(0.55) < 0.1 && one.sure(&all).chance(0.75) == 0.78);
         (0..30).for_each(|_| one.note(place, false));
         assert!(one.of(place, &all) < 0.25, "this one's says otherwise");
         let low = all.of(place, &Chances::of_all());

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use quern_models::{ModelSpec, spec::Head};
 
-use super::MOST;
+use super::{MOST, MOST_NODES};
 
 /// What guesses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -66,6 +66,11 @@ impl Method {
         matches!(self, Method::Draft | Method::Eagle | Method::Mtp | Method::Medusa | Method::Dflash)
     }
 
+    /// Whether it guesses several tokens for one position: what says how sure it is of each.
+    pub fn branches(self) -> bool {
+        matches!(self, Method::Eagle | Method::Mtp | Method::Medusa | Method::Dflash)
+    }
+
     /// Whether a file of the method `writer` may guess.
     pub fn allows(self, writer: Method) -> bool {
         self == Method::Auto || self == writer
@@ -83,7 +88,7 @@ pub enum Accept {
     Rejection,
 }
 
-/// How an answer is guessed ahead: `METHOD` or `METHOD:K`.
+/// How an answer is guessed ahead: `METHOD`, `METHOD:K` or `METHOD:KxN`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Speculation {
     /// What guesses.
@@ -91,6 +96,8 @@ pub struct Speculation {
     /// So many tokens, where there is a guess, whether or not they pay; `None`: as many as pay. Of a request beside others
     /// it is the most.
     pub fixed: Option<usize>,
+    /// They are paths of a tree of so many guesses in all; `None`: one path, or whatever pays.
+    pub tree: Option<usize>,
     /// When a guess is right.
     pub accept: Accept,
 }
@@ -110,10 +117,11 @@ impl FromStr for Accept {
 impl Speculation {
     /// What texts are understood.
     pub const EXPECTED: &str = "off, auto, ngram, suffix, grammar, draft, eagle, mtp, medusa or dflash, or one of them with a \
-                                number of guesses from 1 to 16: ngram:4";
+                                number of guesses from 1 to 16: ngram:4; of eagle, mtp, medusa and dflash also a tree of up to 63 guesses: \
+                                eagle:4x16";
 
     /// No guesses.
-    pub const OFF: Speculation = Speculation { method: Method::Off, fixed: None, accept: Accept::Exact };
+    pub const OFF: Speculation = Speculation { method: Method::Off, fixed: None, tree: None, accept: Accept::Exact };
 }
 
 impl FromStr for Speculation {
@@ -125,25 +133,36 @@ impl FromStr for Speculation {
             None => (text, None),
         };
         let method = Method::ALL.iter().find(|(known, _)| *known == name).map(|(_, method)| *method);
-        let number = |count: &str| count.parse().ok().filter(|n| (1..=MOST).contains(n));
-        let fixed = count.map(number);
-        let (Some(method), None | Some(Some(_))) = (method, fixed) else {
-            return Err(format!("expected {}", Speculation::EXPECTED));
+        let wrong = || format!("expected {}", Speculation::EXPECTED);
+        let number = |text: &str, from: usize, to: usize| {
+            text.parse().ok().filter(|n| (from..=to).contains(n)).ok_or_else(wrong)
         };
-        let fixed = fixed.flatten();
+        let method = method.ok_or_else(wrong)?;
+        let (count, nodes) = match count.map(|count| (count, count.split_once('x'))) {
+            Some((_, Some((count, nodes)))) => (Some(count), Some(nodes)),
+            Some((count, None)) => (Some(count), None),
+            None => (None, None),
+        };
+        let fixed = count.map(|count| number(count, 1, MOST)).transpose()?;
+        // A path alone is no tree.
+        let tree = nodes.map(|nodes| number(nodes, fixed.unwrap_or(0).max(2), MOST_NODES)).transpose()?;
         if method == Method::Off && fixed.is_some() {
-            return Err(format!("expected {}; off takes no number", Speculation::EXPECTED));
+            return Err(format!("{}; off takes no number", wrong()));
         }
-        Ok(Speculation { method, fixed, accept: Accept::Exact })
+        if tree.is_some() && !method.branches() {
+            return Err(format!("{}; {name} has no trees", wrong()));
+        }
+        Ok(Speculation { method, fixed, tree, accept: Accept::Exact })
     }
 }
 
 impl fmt::Display for Speculation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = self.method.name();
-        match self.fixed {
-            Some(count) => write!(f, "{name}:{count}"),
-            None => f.write_str(name),
+        match (self.fixed, self.tree) {
+            (Some(count), Some(nodes)) => write!(f, "{name}:{count}x{nodes}"),
+            (Some(count), None) => write!(f, "{name}:{count}"),
+            _ => f.write_str(name),
         }
     }
 }
@@ -165,6 +184,15 @@ mod tests {
         }
         let four: Speculation = "ngram:4".parse().unwrap();
         assert_eq!((four.fixed, four.to_string().as_str()), (Some(4), "ngram:4"));
+        let tree: Speculation = "eagle:4x16".parse().unwrap();
+        assert_eq!((tree.fixed, tree.tree, tree.to_string().as_str()), (Some(4), Some(16), "eagle:4x16"));
+        assert!(Speculation::EXPECTED.contains(&format!("up to {MOST_NODES}")));
+        for bad in
+            ["eagle:4x3", "eagle:1x1", "eagle:4x64", "eagle:x16", "eagle:4x", "ngram:4x16", "auto:4x16", "eagle:4x8x8"]
+        {
+            let error = bad.parse::<Speculation>().unwrap_err();
+            assert!(error.starts_with("expected off, auto"), "{bad}: {error}");
+        }
         for bad in ["", "Ngram", "ngram:", "ngram:0", "ngram:17", "ngram:-1", "ngram:4:4", "off:2", "Eagle", "\u{1b}"] {
             let error = bad.parse::<Speculation>().unwrap_err();
             assert!(error.starts_with("expected off, auto"), "{error}");

@@ -11,44 +11,33 @@
 
 mod automaton;
 mod chances;
+mod guess;
 mod lookup;
 mod method;
 mod times;
+mod tree;
 
 pub use automaton::{Automaton, Follower, Found};
-pub use chances::{Chances, Place, Source};
+pub use chances::{Chances, Place, Source, Sure};
+pub use guess::{Guess, parent};
 pub use lookup::{Lookup, Past};
 pub use method::{Accept, Method, Speculation};
-pub use times::{Times, depth, lengths};
+pub use times::{Times, depth, lengths, worth};
+pub use tree::{Limits, MOST_NODES, MOST_WIDTH, Tree};
 
-use quern_kernels::sample::Distribution;
-
-/// Most guesses of a sequence in one step.
+/// Most guesses of a sequence in one step, one behind the other.
 pub const MOST: usize = 16;
-
-/// Tokens that may come next.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Guess {
-    /// The tokens.
-    pub tokens: Vec<u32>,
-    /// Where each comes from, which tells how likely it is right.
-    pub places: Vec<Place>,
-    /// So many are to be written instead, by a small model or a head.
-    pub to_write: usize,
-    /// What each was drawn from, where it was drawn and that matters; else it was chosen.
-    pub from: Vec<Distribution>,
-}
 
 /// What became of guesses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Steps of a sequence that had guesses.
     pub drafts: u64,
-    /// Tokens guessed.
+    /// Tokens guessed: of a tree all nodes, of which at most as many can be right as a path has.
     pub drafted: u64,
     /// Of them right, and after none that was wrong.
     pub accepted: u64,
-    /// How often the first, second ... guess of a step was accepted.
+    /// How often a guess for the first, second ... position of a step was accepted.
     pub accepted_at: [u64; MOST],
 }
 
@@ -61,7 +50,7 @@ impl Counts {
         self.accepted_at.iter_mut().zip(other.accepted_at).for_each(|(count, more)| *count += more);
     }
 
-    /// A step had `drafted` guesses, of which the first `accepted` were right.
+    /// A step had `drafted` guesses, of which `accepted`, one behind the other, were right.
     pub fn note(&mut self, drafted: usize, accepted: usize) {
         if drafted == 0 {
             return;

@@ -52,6 +52,12 @@ impl Times {
         if self.scale > 0.0 { seconds / self.scale } else { 0.0 }
     }
 
+    /// What a row more costs a step of so many rows, in steps of one row: the mean of the next eight, never below 0.
+    pub fn slope(&self, rows: usize) -> f64 {
+        const NEXT: usize = 8;
+        ((self.ratio(rows + NEXT) - self.ratio(rows)) / NEXT as f64).max(0.0)
+    }
+
     /// Time of a step of so many rows in steps of one row.
     pub fn ratio(&self, rows: usize) -> f64 {
         let rows = rows.max(1);
@@ -82,14 +88,22 @@ const MARGIN: f64 = 1.02;
 /// A guess is worth the more, the likelier all up to it are right; the likeliest of all sequences are taken first, as
 /// many as make the tokens per time largest.
 pub fn lengths(times: &Times, rows: usize, answers: usize, most: usize, offers: &[Vec<f64>]) -> Vec<usize> {
-    let mut order: Vec<(f64, usize)> = vec![];
-    for (i, offer) in offers.iter().enumerate() {
-        let mut all = 1.0;
-        order.extend(offer.iter().map(|chance| {
-            all *= chance;
-            (all, i)
-        }));
-    }
+    let products = |offer: &Vec<f64>| {
+        let all = offer.iter().scan(1.0, |all, chance| {
+            *all *= chance;
+            Some(*all)
+        });
+        all.collect()
+    };
+    let values: Vec<Vec<f64>> = offers.iter().map(products).collect();
+    worth(times, rows, answers, most, &values)
+}
+
+/// As [`lengths`], of guesses that need not follow each other: `values` are, of each sequence, how likely each guess and
+/// all that it hangs on are right, the largest first.
+pub fn worth(times: &Times, rows: usize, answers: usize, most: usize, values: &[Vec<f64>]) -> Vec<usize> {
+    let of = |(i, values): (usize, &Vec<f64>)| values.iter().map(|&value| (value, i)).collect::<Vec<_>>();
+    let mut order: Vec<(f64, usize)> = values.iter().enumerate().flat_map(of).collect();
     // Stable: of one sequence the earlier guess comes first, as it is at least as likely.
     order.sort_by(|a, b| b.0.total_cmp(&a.0));
     let speed = |tokens: f64, guesses: usize| tokens / times.ratio(rows + guesses);
@@ -101,19 +115,21 @@ pub fn lengths(times: &Times, rows: usize, answers: usize, most: usize, offers: 
             (best, count) = (speed(tokens, i + 1), i + 1);
         }
     }
-    let mut lengths = vec![0; offers.len()];
+    let mut lengths = vec![0; values.len()];
     order[..count].iter().for_each(|&(_, i)| lengths[i] += 1);
     lengths
 }
 
 /// How many guesses of each sequence a small model or a head should write, where so many cost as much as `cost` steps of
-/// one row. As [`lengths`], but all get as many.
+/// one row, and of which such a share is checked in the mean: of a tree it may be more than all. As [`lengths`], but all
+/// get as many.
 pub fn depth(
     times: &Times,
     rows: usize,
     answers: usize,
     most: usize,
     cost: impl Fn(usize) -> f64,
+    checked: f64,
     offers: &[Vec<f64>],
 ) -> usize {
     let speed = |depth: usize| {
@@ -127,7 +143,9 @@ pub fn depth(
         };
         let tokens = answers as f64 + offers.iter().map(sum).sum::<f64>();
         let guesses: usize = offers.iter().map(|offer| depth.min(offer.len())).sum();
-        tokens / (times.ratio(rows + guesses) + if depth == 0 { 0.0 } else { cost(depth) })
+        let without = times.ratio(rows);
+        let with = without + (times.ratio(rows + guesses) - without) * checked;
+        tokens / (with + if depth == 0 { 0.0 } else { cost(depth) })
     };
     let longest = offers.iter().map(Vec::len).max().unwrap_or(0);
     let fits = |depth: &usize| offers.iter().map(|offer| offer.len().min(*depth)).sum::<usize>() <= most;
@@ -183,6 +201,11 @@ mod tests {
         let both = of(2, 2, &[&[0.95; 16], &[0.3; 16]]);
         assert!(both[0] > 3 && both[1] == 0, "{both:?}");
         assert_eq!(lengths(&times, 1, 1, 3, &[vec![1.0; 9]]), [3]);
+        // A second guess for the same position is worth its chance, as any other.
+        assert!((times.slope(1) - 0.2).abs() < 0.01);
+        assert_eq!(worth(&times, 1, 1, 64, &[vec![0.6, 0.5, 0.36, 0.1]]), [3]);
+        assert_eq!(worth(&times, 1, 1, 64, &[vec![0.6, 0.1, 0.06]]), [1]);
+        assert_eq!(worth(&times, 2, 2, 64, &[vec![0.2, 0.1], vec![0.9, 0.8]]), [0, 2]);
     }
 
     #[test]
@@ -190,15 +213,22 @@ mod tests {
         let mut times = Times::default();
         (1..=16).for_each(|rows| times.note(rows, 1.0 + 0.2 * (rows as f64 - 1.0)));
         let each = |pass: f64| move |depth: usize| pass * depth as f64;
-        let of = |pass, chance: f64| depth(&times, 1, 1, 64, each(pass), &[vec![chance; 16]]);
+        let of = |pass, chance: f64| depth(&times, 1, 1, 64, each(pass), 1.0, &[vec![chance; 16]]);
         assert_eq!(of(0.0, 0.9), lengths(&times, 1, 1, 64, &[vec![0.9; 16]])[0]);
         assert!(of(0.1, 0.9) < of(0.0, 0.9) && of(0.1, 0.9) > 0);
         assert_eq!((of(0.1, 0.2), of(0.9, 0.9)), (0, 0), "wrong, or slow");
-        assert_eq!(depth(&times, 2, 2, 5, each(0.01), &[vec![1.0; 16], vec![1.0; 16]]), 2, "no more than have room");
-        assert_eq!(depth(&times, 1, 1, 64, each(0.1), &[]), 0);
-        assert_eq!(depth(&times, 1, 1, 64, each(0.1), &[vec![1.0; 3]]), 3);
+        assert_eq!(
+            depth(&times, 2, 2, 5, each(0.01), 1.0, &[vec![1.0; 16], vec![1.0; 16]]),
+            2,
+            "no more than have room"
+        );
+        assert_eq!(depth(&times, 1, 1, 64, each(0.1), 1.0, &[]), 0);
+        assert_eq!(depth(&times, 1, 1, 64, each(0.1), 1.0, &[vec![1.0; 3]]), 3);
+        // Rows that are not checked cost nothing.
+        let rare = |checked| depth(&times, 1, 1, 64, each(0.1), checked, &[vec![0.25; 4]]);
+        assert_eq!((rare(1.0), rare(0.3)), (0, 1));
         // One pass for all: where it pays at all, so does each more.
-        let whole = |pass: f64| depth(&times, 1, 1, 64, |_| pass, &[vec![0.9; 8]]);
+        let whole = |pass: f64| depth(&times, 1, 1, 64, |_| pass, 1.0, &[vec![0.9; 8]]);
         assert!(whole(0.5) >= of(0.5, 0.9) && whole(50.0) == 0);
     }
 }

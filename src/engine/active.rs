@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 use quern_kernels::{
     exec::{ChunkOutput, Output},
     sample::{
-        Distribution, Draft, History, SampleError, Sampled, SamplingParams, logprobs, matching, rejection,
+        Distribution, Draft, History, SampleError, Sampled, SamplingParams, logprobs, matching_path, rejection_path,
         sample_allowed,
     },
 };
 
 use super::{Failure, Finish, Grammar, Pooling, Request, Score, TokenSet, ahead::Ahead};
 use crate::{
-    draft::{Accept, Method},
+    draft::{Accept, Guess, Method},
     sched::Scheduled,
 };
 
@@ -68,8 +68,8 @@ pub(super) enum Got {
     PromptOnly,
     /// Its vector.
     Vector(Vec<f32>),
-    /// The next tokens: right guesses and one more, unless none could be chosen after them.
-    Tokens(Vec<Sampled>, Option<SampleError>),
+    /// The next tokens: right guesses, which are these of them, and one more, unless none could be chosen after them.
+    Tokens { next: Vec<Sampled>, error: Option<SampleError>, path: Vec<usize> },
 }
 
 impl Active {
@@ -104,34 +104,48 @@ impl Active {
         Ok(())
     }
 
-    /// Asks the constraint what may come, after the text and after each guess. Returns how many guesses it allows.
-    pub fn mask(&mut self, guesses: &[u32]) -> Result<usize, String> {
+    /// Asks the constraint what may come, after the text and after each guess; guesses that it does not allow are left out.
+    pub fn mask(&mut self, guess: &mut Guess) -> Result<(), String> {
         self.first()?;
-        let Some(masks) = &mut self.masks else { return Ok(guesses.len()) };
+        let Some(masks) = &mut self.masks else { return Ok(()) };
         masks.words.clear();
         masks.words.extend_from_slice(masks.first.words());
-        if guesses.is_empty() || !masks.first.contains(guesses[0]) {
-            return Ok(0);
-        }
-        let Some(mut scout) = self.scout() else { return Ok(0) };
-        let Some(masks) = &mut self.masks else { return Ok(0) };
+        let mut kept = vec![false; guess.tokens.len()];
+        let fits = |i: usize| guess.parent(i).is_none() && masks.first.contains(guess.tokens[i]);
+        let scout = if (0..kept.len()).any(fits) { self.scout() } else { None };
+        let (Some(scout), Some(masks)) = (scout, &mut self.masks) else {
+            guess.keep(&kept);
+            return Ok(());
+        };
         let started = Instant::now();
-        let mut right = 0;
-        for &guess in guesses {
-            let allowed = if right == 0 { &masks.first } else { &masks.ahead };
-            if !allowed.contains(guess) || scout.follow(guess).is_err() || scout.ended() {
-                break;
+        let words = masks.first.words().len();
+        // The constraint after the text, and after each guess that it allows: with its row of the masks.
+        let mut after = vec![Some((scout, 0))];
+        for i in 0..kept.len() {
+            after.push(None);
+            let (parent, token) = (guess.parent(i).map_or(0, |parent| parent + 1), guess.tokens[i]);
+            let last = !(i + 1..kept.len()).any(|other| guess.parent(other) == guess.parent(i));
+            let above = match &after[parent] {
+                Some((scout, row)) if !last => Some((scout.boxed_clone(), *row)),
+                _ => after[parent].take(),
+            };
+            let Some((mut scout, row)) = above else { continue };
+            let allowed = masks.words[row * words + token as usize / 32] >> (token % 32) & 1 == 1;
+            if !allowed || scout.follow(token).is_err() || scout.ended() {
+                continue;
             }
             masks.ahead.clear();
             // What cannot be said now may be said, or fail, when it is its turn.
             if scout.allow(&mut masks.ahead).is_err() || masks.ahead.is_empty() {
-                break;
+                continue;
             }
+            after[i + 1] = Some((scout, masks.words.len() / words));
             masks.words.extend_from_slice(masks.ahead.words());
-            right += 1;
+            kept[i] = true;
         }
         self.waited(started);
-        Ok(right)
+        guess.keep(&kept);
+        Ok(())
     }
 
     /// At most `most` tokens that the constraint leaves no choice about. Where there is a choice, this costs no more than
@@ -180,7 +194,7 @@ impl Active {
 
     /// Whether guesses are right with a probability, instead of by being the token that is chosen. With a constraint, some
     /// are kept back for what they are, which only the other rule allows.
-    fn rejects(&self) -> bool {
+    pub fn rejects(&self) -> bool {
         let rejection = self.ahead.speculation.accept == Accept::Rejection;
         rejection && !self.request.sampling.is_greedy() && self.request.constraint.is_none()
     }
@@ -264,24 +278,21 @@ impl Active {
     ) -> Result<Got, Failure> {
         match output {
             ChunkOutput::Tokens(sampled) => {
+                let drafts = &tokens[tokens.len() - share.guesses..];
+                let token = |row: usize| sampled[row].as_ref().ok().map(|sampled| sampled.token);
+                let path = matching_path(drafts, &self.ahead.parents(share.guesses), token);
+                // Behind a wrong guess nothing was asked.
+                let mut sampled: Vec<Option<_>> = sampled.into_iter().map(Some).collect();
+                let rows = [0].into_iter().chain(path.iter().map(|i| i + 1));
                 let (mut next, mut error) = (vec![], None);
-                for sampled in sampled {
-                    match sampled {
-                        Ok(sampled) => next.push(sampled),
-                        Err(reason) => {
-                            error = Some(reason);
-                            break;
-                        }
+                for row in rows {
+                    match sampled[row].take() {
+                        Some(Ok(sampled)) => next.push(sampled),
+                        Some(Err(reason)) => error = Some(reason),
+                        None => {}
                     }
                 }
-                let chosen: Vec<u32> = next.iter().map(|sampled| sampled.token).collect();
-                let right = matching(&tokens[tokens.len() - share.guesses..], &chosen);
-                // Behind a wrong guess nothing was asked.
-                if right < next.len() {
-                    next.truncate(right + 1);
-                    error = None;
-                }
-                Ok(Got::Tokens(next, error))
+                Ok(Got::Tokens { next, error, path })
             }
             ChunkOutput::Hidden(states) => Ok(self.pool(share, start, states)),
             ChunkOutput::Logits(rows) if share.guesses > 0 => Ok(self.verdict(share, rows, tokens)),
@@ -312,39 +323,48 @@ impl Active {
         Got::Vector(self.sum.0.iter().map(|sum| (sum / count) as f32).collect())
     }
 
-    /// Applies the rule of rejection to guesses; `rows` are the logits before and after each.
+    /// Applies the rule of rejection to guesses; `rows` are the logits after the text and after each.
     fn verdict(&self, share: Scheduled, mut rows: Vec<f32>, tokens: &[u32]) -> Got {
         let (known, vocab) = (tokens.len() - share.guesses, self.vocab);
         let (params, prompt_len) = (&self.request.sampling, self.request.prompt.len());
         let of = |i: usize, token: u32| Draft { token, from: self.ahead.from.get(i) };
         let drafts: Vec<Draft> = tokens[known..].iter().enumerate().map(|(i, &token)| of(i, token)).collect();
+        let parents = self.ahead.parents(share.guesses);
+        // The guesses up to the one of a row.
+        let path = |row: usize| {
+            let mut path: Vec<usize> = std::iter::successors(row.checked_sub(1), |&i| parents[i]).collect();
+            path.reverse();
+            path
+        };
         let words = vocab.div_ceil(32);
         let mut told: Vec<Option<Vec<f32>>> = vec![None; share.guesses + 1];
-        let mut failed_at = 0;
-        let target = |i: usize| {
-            failed_at = i;
-            let logits = &mut rows[i * vocab..(i + 1) * vocab];
+        let mut last = 0;
+        let target = |row: usize| {
+            last = row;
+            let logits = &mut rows[row * vocab..(row + 1) * vocab];
             if self.request.logprobs.is_some() {
-                told[i] = Some(logits.to_vec());
+                told[row] = Some(logits.to_vec());
             }
-            let history = History { tokens: &tokens[..known + i], prompt_len };
-            let allowed = self.masks.as_ref().map(|masks| &masks.words[i * words..(i + 1) * words]);
-            Distribution::of(logits, params, history, allowed)
+            let path = path(row).into_iter().map(|i| tokens[known + i]);
+            let text: Vec<u32> = tokens[..known].iter().copied().chain(path).collect();
+            let allowed = self.masks.as_ref().map(|masks| &masks.words[row * words..(row + 1) * words]);
+            Distribution::of(logits, params, History { tokens: &text, prompt_len }, allowed)
         };
-        let (right, next, error) = match rejection(&drafts, target, params.seed, known as u64) {
-            Ok(verdict) => (verdict.accepted, Some(verdict.next), None),
+        let (path, next, error) = match rejection_path(&drafts, &parents, target, params.seed, known as u64) {
+            Ok(found) => (found.accepted, Some(found.next), None),
             // All before it were right.
-            Err(error) => (failed_at, None, Some(error)),
+            Err(error) => (path(last), None, Some(error)),
         };
-        let sampled = |(i, token): (usize, u32)| match (&told[i], self.request.logprobs) {
+        let sampled = |(row, token): (usize, u32)| match (&told[row], self.request.logprobs) {
             (Some(logits), Some(n)) => {
                 let (logprob, top) = logprobs(logits, token, n);
                 Sampled { token, logprob: Some(logprob), top }
             }
             _ => Sampled { token, logprob: None, top: vec![] },
         };
-        let all = tokens[known..known + right].iter().copied().chain(next);
-        Got::Tokens(all.enumerate().map(sampled).collect(), error)
+        let rows = [0].into_iter().chain(path.iter().map(|i| i + 1));
+        let all = path.iter().map(|&i| tokens[known + i]).chain(next);
+        Got::Tokens { next: rows.zip(all).map(sampled).collect(), error, path }
     }
 
     fn score(&mut self, share: Scheduled, start: usize, mut rows: Vec<f32>, tokens: &[u32]) -> Result<Got, Failure> {
@@ -366,7 +386,7 @@ impl Active {
         let allowed = self.masks.as_ref().map(|masks| &masks.words[..]);
         let (params, position) = (&self.request.sampling, tokens.len() as u64);
         let next = sample_allowed(&mut rows[row..], params, history, position, self.request.logprobs, allowed)?;
-        Ok(Got::Tokens(vec![next], None))
+        Ok(Got::Tokens { next: vec![next], error: None, path: vec![] })
     }
 
     /// Logprobs of the prompt, once they are complete.

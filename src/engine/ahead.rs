@@ -1,12 +1,18 @@
 //! Guesses of the sequences of a step: who gets how many, and what is learned from what became of them.
 
-use std::collections::BTreeMap;
+use std::{borrow::Cow, collections::BTreeMap};
 
-use quern_kernels::sample::Distribution;
+use quern_kernels::{
+    exec::{Mask, tree_mask},
+    sample::Distribution,
+};
 
 use super::{active::Active, writer::Ability};
 use crate::{
-    draft::{Chances, Counts, Guess, Lookup, MOST, Method, Past, Place, Source, Speculation, Times, depth, lengths},
+    draft::{
+        Chances, Counts, Guess, Limits, Lookup, MOST, MOST_WIDTH, Method, Past, Place, Source, Speculation, Times,
+        Tree, depth, lengths, parent, worth,
+    },
     sched::{Budget, Scheduler, Sequence},
 };
 
@@ -22,6 +28,12 @@ pub(super) struct Guesser {
     pub past: Past,
     /// What the writer can do; `None`: there is none.
     pub writer: Option<Ability>,
+    /// Most ends of paths of a tree that the device checks.
+    pub leaves: usize,
+    /// Of the step that is planned: its rows without guesses, and the answers among them.
+    step: (usize, usize),
+    /// Guesses checked for each level of a tree that was written, in the mean.
+    checked: f64,
 }
 
 /// A request's part.
@@ -34,8 +46,29 @@ pub(super) struct Ahead {
     shares: bool,
     /// Of the guesses of this step.
     places: Vec<Place>,
+    /// What they hang on, and the mask of the step's rows; both empty for a chain.
+    parents: Vec<Option<usize>>,
+    rows: Vec<u64>,
+    /// Levels that were written of their tree.
+    depth: usize,
     /// What they were drawn from, where that matters.
     pub from: Vec<Distribution>,
+}
+
+/// A guess of which not as many are right as one in twenty is never worth a look.
+const LEAST: f64 = 0.05;
+
+/// Guesses of one sequence in a tree whose size nobody asked for.
+const MOST_AT_ONCE: usize = 32;
+
+/// A tree that was written for a request.
+pub(super) struct Written {
+    pub id: u64,
+    pub tree: Tree,
+    /// Rows that it may have.
+    pub room: usize,
+    /// Levels that were wanted.
+    pub depth: usize,
 }
 
 /// Where guesses come from that are written.
@@ -46,14 +79,16 @@ pub(super) fn written_places(count: usize) -> impl Iterator<Item = Place> {
 impl Ahead {
     pub fn new(speculation: Speculation, shares: bool) -> Ahead {
         let (lookup, chances) = (Lookup::default(), Chances::of_one());
-        Ahead { speculation, lookup, chances, shares, places: vec![], from: vec![] }
+        let (places, parents, rows, from) = (vec![], vec![], vec![], vec![]);
+        Ahead { speculation, lookup, chances, shares, places, parents, rows, depth: 0, from }
     }
 }
 
 impl Guesser {
     pub fn new(speculation: Speculation) -> Guesser {
         let (counts, times, chances) = (Counts::default(), Times::default(), Chances::of_all());
-        Guesser { speculation, counts, times, chances, past: Past::default(), writer: None }
+        let (past, writer, leaves, step) = (Past::default(), None, 1, (0, 0));
+        Guesser { speculation, counts, times, chances, past, writer, leaves, step, checked: 1.0 }
     }
 
     /// Guesses for the next step, by request; `context` is the longest sequence.
@@ -86,13 +121,20 @@ impl Guesser {
             guesses.insert(sequence.id, guess);
         }
         let rows = answers + scheduler.prompts().min(budget.mixed);
-        if let Some(Ability { pass, at_once, .. }) = self.writer.filter(|_| !writing.is_empty()) {
+        self.step = (rows, answers);
+        if let Some(Ability { pass, at_once, branches, .. }) = self.writer.filter(|_| !writing.is_empty()) {
             // Before the first one: as if it were a fifth of a step.
             let pass = if pass > 0.0 { self.times.relative(pass) } else { 0.2 };
             let cost = |depth: usize| if at_once { pass } else { pass * depth as f64 };
-            let depth = depth(&self.times, rows, answers, budget.logits, cost, &written);
+            let checked = if branches { self.checked } else { 1.0 };
+            let depth = depth(&self.times, rows, answers, budget.logits, cost, checked, &written);
+            let each = pass / writing.len() as f64;
             for id in writing {
-                guesses.entry(id).and_modify(|guess| guess.to_write = guess.to_write.min(depth));
+                let Some(guess) = guesses.get_mut(&id) else { continue };
+                guess.to_write = guess.to_write.min(depth);
+                if let (Some(limits), Some(active)) = (&mut guess.shape, active.get(&id)) {
+                    self.limit(limits, guess.to_write, each, &active.ahead().chances);
+                }
             }
             // What is written is not looked up; what is not worth a pass may be worth a look.
             for (id, offer) in ids.iter().zip(&mut offers) {
@@ -106,6 +148,61 @@ impl Guesser {
         }
         guesses.retain(|_, guess| guess.to_write > 0 || !guess.tokens.is_empty());
         guesses
+    }
+
+    /// Limits a tree with paths of `depth` to what can pay: `pass` is what a pass of the writer costs, in steps of one
+    /// row, where it serves many its share.
+    fn limit(&self, limits: &mut Limits, depth: usize, pass: f64, chances: &Chances) {
+        let (rows, answers) = self.step;
+        let at_once = self.writer.is_none_or(|writer| writer.at_once);
+        // A guess must bring in its time what the step brings without guesses, at least.
+        let speed = answers as f64 / self.times.ratio(rows);
+        let floor = (self.times.slope(rows) * speed).clamp(LEAST, 1.0);
+        // Paths of one level are right with a chance of 1 together.
+        let side_by_side = (1.0 / floor) as usize;
+        // The rows are kept from others' prompts: not many more than are usually taken.
+        let usual = (depth as f64 * (1.0 + 2.0 * self.checked)).ceil() as usize;
+        *limits = Limits {
+            nodes: limits.nodes.min(depth * side_by_side).min(usual).min(MOST_AT_ONCE),
+            width: side_by_side.clamp(1, MOST_WIDTH),
+            floor,
+            expand: if at_once { floor } else { floor.max(pass * speed) },
+            sure: Some(chances.sure(&self.chances)),
+        };
+    }
+
+    /// Chooses what is checked of trees that were written: the best guesses of all, as many as pay beside `others` guesses;
+    /// of trees of a size that was asked for, all.
+    pub fn choose(
+        &mut self,
+        trees: Vec<Written>,
+        others: usize,
+        most: usize,
+        active: &mut BTreeMap<u64, Active>,
+    ) -> Vec<(u64, Guess)> {
+        let free = |written: &Written| match written.tree.limits().sure {
+            Some(_) => written.tree.values().into_iter().take(written.room).collect(),
+            None => vec![],
+        };
+        let values: Vec<Vec<f64>> = trees.iter().map(free).collect();
+        let (rows, answers) = self.step;
+        let counts = worth(&self.times, rows + others, answers, most, &values);
+        let choose = |(Written { id, tree, room, depth }, count): (Written, usize)| {
+            let free = tree.limits().sure.is_some();
+            let mut guess = tree.best(if free { count } else { room }, self.leaves);
+            guess.to_write = depth;
+            if free {
+                self.checked += (guess.tokens.len() as f64 / depth.max(1) as f64 - self.checked) * 0.05;
+            }
+            if let Some(active) = active.get_mut(&id).filter(|_| guess.tokens.is_empty()) {
+                // What was written for nothing was no help.
+                let first = Place::new(Source::Model, 1);
+                self.chances.note(first, false);
+                active.ahead_mut().chances.note(first, false);
+            }
+            (id, guess)
+        };
+        trees.into_iter().zip(counts).map(choose).collect()
     }
 
     /// What may follow a sequence.
@@ -139,6 +236,7 @@ impl Guesser {
             // What was said before is free, and taken where it is as sure.
             if guess.places.first().is_none_or(|&first| chance(first) < chance(Place::new(Source::Model, 1))) {
                 guess.to_write = to_write;
+                guess.shape = self.shape(active, to_write, writer);
             }
         }
         let end = guess.tokens.iter().take(most).position(|&token| active.ends(token));
@@ -147,12 +245,38 @@ impl Guesser {
         guess
     }
 
-    /// A request's guesses of a step were checked: the first `accepted` of `guesses` were right.
-    pub fn checked(&mut self, ahead: &mut Ahead, guesses: usize, accepted: usize) {
-        self.counts.note(guesses, accepted);
-        for (i, &place) in ahead.places.iter().take(guesses.min(accepted + 1)).enumerate() {
-            self.chances.note(place, i < accepted);
-            ahead.chances.note(place, i < accepted);
+    /// The shape in which a request's guesses are written; `None`: a chain. Chains are drawn, where guesses are judged by
+    /// rejection, and trees are not, so that they are for those who ask for them.
+    fn shape(&self, active: &Active, depth: usize, writer: Ability) -> Option<Limits> {
+        let Speculation { fixed, tree, .. } = active.ahead().speculation;
+        if !writer.branches || depth == 0 {
+            return None;
+        }
+        match (fixed, tree) {
+            (_, Some(nodes)) if self.leaves > 1 => Some(Limits::fixed(nodes, depth)),
+            (None, None) if !active.rejects() => Some(Limits::fixed(MOST_AT_ONCE, depth)),
+            _ => None,
+        }
+    }
+
+    /// A request's guesses of a step were checked: `path` were right.
+    pub fn checked(&mut self, ahead: &mut Ahead, guesses: usize, path: &[usize]) {
+        self.counts.note(guesses, path.len());
+        let mut note = |place, right| {
+            self.chances.note(place, right);
+            ahead.chances.note(place, right);
+        };
+        for (i, &place) in ahead.places.iter().take(guesses).enumerate() {
+            // What hangs on a wrong guess may be right or not.
+            if parent(&ahead.parents, i).is_none_or(|above| path.contains(&above)) {
+                note(place, path.contains(&i));
+            }
+        }
+        if ahead.places.first().is_some_and(|place| place.is_sure()) {
+            // How far what is written reaches, whatever its shape; what was not worth a look was no help, either.
+            for (i, place) in written_places(ahead.depth.min(path.len() + 1)).enumerate() {
+                note(place, i < path.len());
+            }
         }
     }
 
@@ -171,8 +295,30 @@ impl Guesser {
 }
 
 impl Ahead {
-    /// These guesses are checked in this step.
-    pub fn expects(&mut self, guess: Guess) {
-        (self.places, self.from) = (guess.places, guess.from);
+    /// These guesses are checked in this step, behind `before` rows.
+    pub fn expects(&mut self, guess: Guess, before: usize) {
+        let hangs = |parent: &Option<usize>| Some(before - 1 + parent.map_or(0, |parent| parent + 1));
+        self.rows = match guess.parents.is_empty() {
+            true => vec![],
+            false => {
+                let chain = (0..before).map(|row| row.checked_sub(1));
+                tree_mask(&chain.chain(guess.parents.iter().map(hangs)).collect::<Vec<_>>())
+            }
+        };
+        (self.places, self.parents, self.from) = (guess.places, guess.parents, guess.from);
+        self.depth = guess.to_write;
+    }
+
+    /// What the `count` guesses of this step hang on.
+    pub fn parents(&self, count: usize) -> Cow<'_, [Option<usize>]> {
+        match self.parents.is_empty() {
+            true => (0..count).map(|i| i.checked_sub(1)).collect(),
+            false => Cow::Borrowed(&self.parents),
+        }
+    }
+
+    /// How the rows of the step see each other, if there are guesses.
+    pub fn mask(&self, guesses: usize) -> Mask<'_> {
+        if guesses == 0 || self.rows.is_empty() { Mask::Causal } else { Mask::Tree(&self.rows) }
     }
 }

@@ -23,7 +23,10 @@ use quern_models::{
     spec::{Head as HeadSpec, HeadKind},
 };
 
-use super::writer::{Ability, Asked, Draft, Writer, Written, mean};
+use super::{
+    grow::Growing,
+    writer::{Ability, Asked, Draft, Writer, Written, mean},
+};
 use crate::{
     draft::{MOST, Method},
     sched::{LOGIT_ROWS, Scheduled, Scheduler},
@@ -70,6 +73,8 @@ struct Writing<'a> {
     id: u64,
     blocks: &'a [u32],
     draft: Draft<'a>,
+    /// The tree that is wanted instead of a chain.
+    growing: Option<Growing>,
     /// What the last pass gave for the next.
     own: Vec<f32>,
 }
@@ -83,12 +88,56 @@ struct DraftBlock {
 }
 
 impl Writing<'_> {
-    /// The row of the last guess.
+    /// What is wanted of the row that reads the text's last token.
+    fn output(&self, from: usize) -> Output<'_> {
+        match self.growing {
+            Some(_) => Output::Logits { from },
+            None => self.draft.output(from),
+        }
+    }
+
+    /// Takes what a pass gave; `at_once`: all that there will be.
+    fn take(&mut self, output: ChunkOutput, own: Vec<f32>, vocab: usize, at_once: bool) {
+        match &mut self.growing {
+            Some(growing) if at_once => growing.take_all(output, vocab),
+            Some(growing) => growing.take(output, own, vocab),
+            None => {
+                self.own = own;
+                self.draft.take(output, vocab, vocab);
+                if at_once {
+                    self.draft.left = 0;
+                }
+            }
+        }
+    }
+
+    /// Gets the next pass ready; false: it is done.
+    fn next(&mut self, hidden: usize, leaves: usize) -> bool {
+        match &mut self.growing {
+            Some(growing) => growing.next(hidden, leaves),
+            None => self.draft.left > 0,
+        }
+    }
+
+    /// The row of the last guess, or those of the tree.
     fn chunk(&self) -> Chunk<'_> {
+        if let Some(growing) = &self.growing {
+            return growing.chunk(self.blocks);
+        }
         let text = &self.draft.text;
         let start = text.len() - 2;
         let (tokens, output) = (&text[start + 1..], self.draft.output(0));
         Chunk { tokens, start, blocks: self.blocks, mask: Mask::Causal, output }
+    }
+
+    /// What they read.
+    fn fed(&self) -> &[f32] {
+        self.growing.as_ref().map_or(&self.own, Growing::fed)
+    }
+
+    /// What was written.
+    fn done(self) -> (u64, Written) {
+        (self.id, self.growing.map_or_else(|| self.draft.done(), |growing| Written::Tree(growing.done())))
     }
 }
 
@@ -110,7 +159,7 @@ impl Head {
         }
     }
 
-    /// Outputs of a pass, and what the last row of each chunk gave for the next.
+    /// Outputs of a pass, and what the last row of each chunk, of a tree all rows, gave for the next.
     fn pass(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<(ChunkOutput, Vec<f32>)>, ExecError> {
         let started = Instant::now();
         let outputs = self.executor.guess(plan, fed)?;
@@ -118,12 +167,15 @@ impl Head {
         let (own, hidden) = (if self.at_once().is_none() { self.executor.own()? } else { &[] }, self.hidden);
         let mut end = 0;
         let both = outputs.into_iter().zip(&plan.chunks).map(|(output, chunk)| {
+            let start = end;
             end += chunk.tokens.len() * hidden;
-            (output, own.get(end - hidden..end).unwrap_or_default().to_vec())
+            let start = if chunk.mask == Mask::Causal { end - hidden } else { start };
+            (output, own.get(start..end).unwrap_or_default().to_vec())
         });
         let both = both.collect();
         let blocks = matches!(self.spec.kind, HeadKind::Block { .. });
-        if plan.rows() <= 2 * plan.chunks.len() && !blocks {
+        // Trees have many rows; texts that are read, too, and those passes are others.
+        if plan.chunks.iter().all(|c| c.tokens.len() <= 2 || c.mask != Mask::Causal) && !blocks {
             mean(&mut self.pass, started.elapsed().as_secs_f64());
         }
         Ok(both)
@@ -152,15 +204,17 @@ impl Head {
             assert!(!group.is_empty(), "a head that guesses blocks of {size} has memory for one");
             let mut plan = Plan::default();
             for (b, w) in group.iter().zip(&writing[done..]) {
-                let output = w.draft.output_of(1, &b.text);
+                let output = match w.growing {
+                    Some(_) => Output::Logits { from: 1 },
+                    None => w.draft.output_of(1, &b.text),
+                };
                 let (tokens, start, blocks) = (&b.tokens[..], b.start, &b.blocks[..]);
                 plan.chunks.push(Chunk { tokens, start, blocks, mask: Mask::Full, output });
             }
             let outputs = self.executor.guess(&plan, &Fed::Nothing)?;
             drop(plan);
             for (w, output) in writing[done..].iter_mut().zip(outputs) {
-                w.draft.take(output, vocab, vocab);
-                w.draft.left = 0;
+                w.take(output, vec![], vocab, true);
             }
             done += group.len();
         }
@@ -172,7 +226,7 @@ impl Writer for Head {
     fn ability(&self) -> Ability {
         let method = Method::of_head(&self.spec);
         let (pass, context, most) = (self.pass, self.context, self.at_once().unwrap_or(MOST).min(MOST));
-        Ability { method, pass, at_once: self.at_once().is_some(), context, most }
+        Ability { method, pass, at_once: self.at_once().is_some(), context, most, branches: true }
     }
 
     fn copy_block(&mut self, scheduler: &Scheduler, from: u32, to: u32) -> Result<(), ExecError> {
@@ -213,6 +267,17 @@ impl Writer for Head {
         }
     }
 
+    fn moved(&mut self, id: u64, from: &[usize], to: usize) {
+        let Some(kept) = self.kept.get_mut(&id) else { return };
+        let (width, end) = (self.width, kept.end(self.width));
+        for (i, &slot) in from.iter().enumerate() {
+            if to + i >= kept.start && slot < end {
+                let at = (slot - kept.start) * width;
+                kept.states.copy_within(at..at + width, (to + i - kept.start) * width);
+            }
+        }
+    }
+
     fn write(&mut self, scheduler: &Scheduler, asked: &[Asked]) -> Result<BTreeMap<u64, Written>, ExecError> {
         self.asked = asked.iter().map(|asked| asked.share.id).collect();
         self.kept.retain(|&id, _| scheduler.running(id).is_some());
@@ -229,7 +294,7 @@ impl Writer for Head {
             if end <= kept.start {
                 continue;
             }
-            let guesses = share.guesses > 0 && end + 1 == s.tokens.len() && end + share.guesses < self.context;
+            let guesses = asked.depth > 0 && end + 1 == s.tokens.len() && end + asked.depth < self.context;
             if !reads_all {
                 kept.forget(end - 1, width);
             }
@@ -243,7 +308,9 @@ impl Writer for Head {
                 written.extend(of);
             }
             if guesses {
-                writing.push(Writing { id: s.id, blocks: &s.blocks, draft: Draft::new(asked, &s.tokens), own: vec![] });
+                let growing = asked.shape.map(|limits| Growing::new(asked, limits, &s.tokens));
+                let draft = Draft::new(asked, &s.tokens);
+                writing.push(Writing { id: s.id, blocks: &s.blocks, draft, growing, own: vec![] });
                 rows.push((s, kept.start..end));
             } else if end - kept.start >= MANY {
                 ends.push((s, kept.start..end));
@@ -262,8 +329,7 @@ impl Writer for Head {
         let (mut plan, mut fed) = (Plan::default(), vec![]);
         for (i, (s, rows)) in rows.iter().enumerate() {
             let (tokens, start) = (&s.tokens[rows.start + 1..rows.end + 1], rows.start);
-            let output =
-                if i < guessing && block.is_none() { writing[i].draft.output(rows.len() - 1) } else { Output::None };
+            let output = if i < guessing && block.is_none() { writing[i].output(rows.len() - 1) } else { Output::None };
             plan.chunks.push(Chunk { tokens, start, blocks: &s.blocks, mask: Mask::Causal, output });
             fed.push(&kept[&s.id].states[..rows.len() * width]);
         }
@@ -282,24 +348,24 @@ impl Writer for Head {
             if few {
                 mean(&mut self.pass, started.elapsed().as_secs_f64());
             }
-            return Ok(writing.into_iter().map(|w| (w.id, w.draft.done())).collect());
+            return Ok(writing.into_iter().map(Writing::done).collect());
         }
-        let vocab = self.spec.model_vocab;
+        let (vocab, hidden, at_once) = (self.spec.model_vocab, self.hidden, self.at_once().is_some());
+        let leaves = self.executor.tree_leaves();
+        let mut open: Vec<bool> = vec![true; writing.len()];
         loop {
-            for (w, (output, own)) in writing.iter_mut().filter(|w| w.draft.left > 0).zip(got?) {
-                w.own = own;
-                w.draft.take(output, vocab, vocab);
-                if self.at_once().is_some() {
-                    w.draft.left = 0;
-                }
+            let waiting = writing.iter_mut().zip(&open).filter(|(_, open)| **open);
+            for ((w, _), (output, own)) in waiting.zip(got?) {
+                w.take(output, own, vocab, at_once);
             }
-            let left: Vec<&Writing> = writing.iter().filter(|w| w.draft.left > 0).collect();
+            open = writing.iter_mut().zip(open).map(|(w, open)| open && w.next(hidden, leaves)).collect();
+            let left: Vec<&Writing> = writing.iter().zip(&open).filter(|(_, open)| **open).map(|(w, _)| w).collect();
             if left.is_empty() {
                 break;
             }
             let plan = Plan { chunks: left.iter().map(|w| w.chunk()).collect() };
-            got = self.pass(&plan, &Fed::Own(left.iter().map(|w| &w.own[..]).collect()));
+            got = self.pass(&plan, &Fed::Own(left.iter().map(|w| w.fed()).collect()));
         }
-        Ok(writing.into_iter().map(|w| (w.id, w.draft.done())).collect())
+        Ok(writing.into_iter().map(Writing::done).collect())
     }
 }

@@ -9,9 +9,11 @@ mod active;
 mod ahead;
 mod constraint;
 mod defaults;
+mod grow;
 mod head;
 mod keep;
 mod memory;
+mod options;
 mod pace;
 mod run;
 mod small;
@@ -21,7 +23,8 @@ mod writer;
 pub use constraint::{Constraint, Grammar, TokenSet};
 pub use defaults::defaults;
 pub use memory::MemoryPlan;
-pub use run::{Engine, EngineOptions, OpenError};
+pub use options::{EngineOptions, OpenError};
+pub use run::Engine;
 
 use std::{sync::Arc, time::Instant};
 
@@ -131,7 +134,7 @@ pub enum Event {
     Guessed {
         /// As returned by [`Generator::add`].
         request: u64,
-        /// Tokens guessed, at least one.
+        /// Tokens guessed, at least one; of a tree all of them.
         drafted: usize,
         /// Of them right, and after none that was wrong.
         accepted: usize,

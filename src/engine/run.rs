@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Instant};
 
 use quern_kernels::{
-    cpu::kv::{BLOCK, KvType},
-    exec::{self, Activations, Chunk, ChunkOutput, Device, ExecError, ExecOptions, Executor, Mask, Plan},
+    cpu::kv::BLOCK,
+    exec::{self, Chunk, ChunkOutput, ExecError, ExecOptions, Executor, Plan},
     sample::Sampled,
 };
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
@@ -12,122 +12,18 @@ use quern_models::{ModelFile, ModelSpec, spec::Attn};
 use super::{
     EngineError, Event, Failure, Finish, Generator, Limits, Pooling, Request, Stats,
     active::{Active, Got},
-    ahead::{Ahead, Guesser, written_places},
+    ahead::{self, Ahead, Guesser, written_places},
     head::Head,
     keep,
     memory::MemoryPlan,
+    options::{EngineOptions, OpenError},
     pace::Pace,
     small::Small,
-    writer::{Asked, Writer},
+    writer::{Asked, Writer, Written},
 };
 use crate::draft::{Guess, Past, Speculation};
 use crate::random;
-use crate::sched::{Arrival, KvPool, Node, Scheduled, Scheduler, Step};
-
-/// How an engine runs a model.
-#[derive(Debug, Clone, Copy)]
-pub struct EngineOptions {
-    /// Where.
-    pub device: Device,
-    /// Layers on the GPU, the last ones, those before on the CPU; `None`: all.
-    pub gpu_layers: Option<usize>,
-    /// Threads; 0 takes the fast physical cores that this process may use.
-    pub threads: usize,
-    /// Longest sequence, tokens; 0 takes the model's own, at most 4096.
-    pub context: usize,
-    /// Most sequences at once.
-    pub sequences: usize,
-    /// Tokens that the KV cache holds, all sequences together; 0: as many as all sequences at full length have.
-    pub cache_tokens: usize,
-    /// Most tokens of one step; 0: beside answers as many of prompts as take about 50 ms, by measurement.
-    pub batch_tokens: usize,
-    /// What quantized weights are multiplied with; `None`: what the device usually takes.
-    pub activations: Option<Activations>,
-    /// Keys and values.
-    pub kv: KvType,
-    /// How answers are guessed ahead, unless a request says it.
-    pub speculation: Speculation,
-}
-
-impl Default for EngineOptions {
-    fn default() -> Self {
-        EngineOptions {
-            device: Device::Cpu,
-            gpu_layers: None,
-            threads: 0,
-            context: 0,
-            sequences: 1,
-            cache_tokens: 0,
-            batch_tokens: 0,
-            activations: None,
-            kv: KvType::F16,
-            speculation: Speculation::OFF,
-        }
-    }
-}
-
-impl EngineOptions {
-    /// Tokens of the longest sequence.
-    pub fn context_of(&self, spec: &ModelSpec) -> usize {
-        if self.context == 0 { spec.max_context.min(DEFAULT_CONTEXT) } else { self.context }
-    }
-
-    /// What they say to an executor.
-    pub fn exec(&self, spec: &ModelSpec) -> ExecOptions {
-        let EngineOptions { device, gpu_layers, threads, activations, kv, .. } = *self;
-        ExecOptions {
-            device,
-            threads,
-            blocks: self.blocks_of(spec),
-            activations,
-            kv,
-            rows: self.rows(),
-            tree_blocks: 0,
-            gpu_layers,
-        }
-    }
-
-    /// Tokens of the largest step: a budget that follows the machine may grow to 2048.
-    pub fn rows(&self) -> usize {
-        if self.batch_tokens == 0 { 2048 } else { self.batch_tokens }.max(self.sequences)
-    }
-
-    /// KV blocks.
-    pub fn blocks_of(&self, spec: &ModelSpec) -> usize {
-        let whole = self.context_of(spec).div_ceil(BLOCK);
-        match self.cache_tokens {
-            0 => whole.saturating_mul(self.sequences.max(1)),
-            tokens => tokens.div_ceil(BLOCK).max(whole),
-        }
-    }
-}
-
-/// Why an engine could not be made.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// The device cannot run it.
-    #[error(transparent)]
-    Exec(#[from] ExecError),
-    /// Nothing besides can guess for this model.
-    #[error("{0}")]
-    Draft(&'static str),
-    /// What was to guess cannot.
-    #[error("{of}: {source}")]
-    Guesses {
-        /// The flag, or what of the file.
-        of: String,
-        /// Why.
-        source: Box<OpenError>,
-    },
-    /// An option contradicts the model.
-    #[error("--ctx {asked}: the model was made for at most {most} tokens")]
-    Context {
-        /// Tokens asked.
-        asked: usize,
-        /// Tokens the model can use.
-        most: usize,
-    },
-}
+use crate::sched::{Arrival, KvPool, LOGIT_ROWS, Node, Scheduled, Scheduler, Step};
 
 /// Continues texts with one model.
 pub struct Engine {
@@ -175,6 +71,8 @@ impl Engine {
         let pace = Pace::new(options.batch_tokens);
         let scheduler = Scheduler::new(pool, pace.budget(0), options.sequences.max(1), window(file.spec()));
         let context = options.context_of(file.spec()).min(scheduler.room());
+        let mut guesser = Guesser::new(options.speculation);
+        guesser.leaves = executor.tree_leaves();
         Engine {
             file,
             executor,
@@ -185,7 +83,7 @@ impl Engine {
             context,
             secret: random::unforeseen(),
             pace,
-            guesser: Guesser::new(options.speculation),
+            guesser,
             writer: None,
             stats: Stats::default(),
             keep: None,
@@ -248,7 +146,7 @@ impl Engine {
         let budget = self.pace.budget(self.scheduler.load().0);
         self.scheduler.set_budget(budget);
         let guesses = self.guesser.guess(&self.scheduler, &mut self.active, budget, self.context);
-        let room = |id| guesses.get(&id).map_or(0, |guess: &Guess| guess.tokens.len().max(guess.to_write));
+        let room = |id| guesses.get(&id).map_or(0, Guess::room);
         let step = self.scheduler.schedule(room);
         let at = Instant::now();
         for &(request, cached) in &step.started {
@@ -262,12 +160,13 @@ impl Engine {
         for share in &shares {
             let s = self.scheduler.running(share.id).expect("schedule() returns running sequences");
             let end = s.computed + share.count;
+            let active = &self.active[&share.id];
             plan.chunks.push(Chunk {
                 tokens: &s.tokens[s.computed..end],
                 start: s.computed,
                 blocks: &s.blocks,
-                mask: Mask::Causal,
-                output: self.active[&share.id].output(*share, &s.tokens[..end]),
+                mask: active.ahead().mask(share.guesses),
+                output: active.output(*share, &s.tokens[..end]),
             });
         }
         let start = Instant::now();
@@ -312,12 +211,12 @@ impl Engine {
                 return true;
             }
             let mut guess = guesses.remove(&share.id).unwrap_or_default();
-            guess.tokens.truncate(share.guesses);
-            match active.mask(&guess.tokens) {
-                Ok(allowed) => {
-                    guess.tokens.truncate(allowed);
+            let room: Vec<bool> = (0..guess.tokens.len()).map(|i| i < share.guesses).collect();
+            guess.keep(&room);
+            match active.mask(&mut guess) {
+                Ok(()) => {
                     *share = self.scheduler.guess(*share, &guess.tokens);
-                    active.ahead_mut().expects(guess);
+                    active.ahead_mut().expects(guess, share.count - share.guesses);
                     true
                 }
                 Err(reason) => {
@@ -339,27 +238,46 @@ impl Engine {
         for share in shares {
             let active = &self.active[&share.id];
             if let Some((params, prompt_len, from)) = active.written(method) {
-                let wanted = guesses.get(&share.id).map_or(0, |guess| guess.to_write.min(share.guesses));
+                let guess = guesses.get(&share.id);
+                let wanted =
+                    guess.filter(|guess| guess.to_write > 0).map_or(0, |guess| guess.room().min(share.guesses));
                 // Others' guesses may have the room.
-                let count = share.count - share.guesses + wanted;
-                asked.push(Asked { share: Scheduled { count, guesses: wanted, ..*share }, params, prompt_len, from });
+                let share = Scheduled { count: share.count - share.guesses + wanted, guesses: wanted, ..*share };
+                let depth = guess.map_or(0, |guess| guess.to_write.min(wanted));
+                let shape = guess.and_then(|guess| guess.shape);
+                asked.push(Asked { share, depth, shape, params, prompt_len, from });
             }
         }
-        for (id, (tokens, from)) in writer.write(&self.scheduler, &asked)? {
+        let of = |asked: &Asked| (asked.share.id, (asked.share.guesses, asked.depth));
+        let wanted: BTreeMap<u64, (usize, usize)> = asked.iter().map(of).collect();
+        let mut trees = vec![];
+        for (id, written) in writer.write(&self.scheduler, &asked)? {
             let guess = guesses.entry(id).or_default();
-            if tokens.is_empty() {
-                continue;
-            }
-            guess.places = written_places(tokens.len()).collect();
-            // Where the text may end, nothing need be guessed; but a guess that was drawn must not be kept back for what it
-            // is, or the others would be drawn from something else.
             let active = &self.active[&id];
-            let end = tokens.iter().position(|&token| active.ends(token)).filter(|_| from.is_empty());
-            guess.tokens = tokens;
-            guess.tokens.truncate(end.unwrap_or(guess.tokens.len()));
-            guess.from = from;
+            match written {
+                Written::Chain(tokens, _) if tokens.is_empty() => {}
+                Written::Chain(tokens, from) => {
+                    guess.places = written_places(tokens.len()).collect();
+                    // Where the text may end, nothing need be guessed; but a guess that was drawn must not be kept back for
+                    // what it is, or the others would be drawn from something else.
+                    let end = tokens.iter().position(|&token| active.ends(token)).filter(|_| from.is_empty());
+                    guess.tokens = tokens;
+                    guess.tokens.truncate(end.unwrap_or(guess.tokens.len()));
+                    guess.from = from;
+                }
+                Written::Tree(mut tree) => {
+                    tree.without(|token| active.ends(token));
+                    let (room, depth) = wanted[&id];
+                    trees.push(ahead::Written { id, tree, room, depth });
+                }
+            }
         }
         self.guesser.writer = Some(writer.ability());
+        if !trees.is_empty() {
+            let written = |id: &u64| trees.iter().any(|written| written.id == *id);
+            let others = guesses.iter().filter(|(id, _)| !written(id)).map(|(_, guess)| guess.tokens.len()).sum();
+            guesses.extend(self.guesser.choose(trees, others, LOGIT_ROWS, &mut self.active));
+        }
         Ok(())
     }
 
@@ -371,7 +289,7 @@ impl Engine {
     }
 
     /// Takes what a share gave.
-    fn receive(&mut self, share: Scheduled, output: ChunkOutput, events: &mut Vec<Event>) {
+    fn receive(&mut self, share: Scheduled, output: ChunkOutput, events: &mut Vec<Event>) -> Result<(), EngineError> {
         let request = share.id;
         let active = self.active.get_mut(&request).expect("a scheduled sequence is active");
         let sequence = self.scheduler.running(request).expect("it was scheduled");
@@ -380,32 +298,39 @@ impl Engine {
             Err(error) => {
                 self.scheduler.remove(request);
                 self.active.remove(&request);
-                return events.push(Event::Failed { request, error });
+                events.push(Event::Failed { request, error });
+                return Ok(());
             }
         };
         if let Some(tokens) = active.prompt_scores() {
             events.push(Event::Prompt { request, tokens });
         }
-        let (sampled, error) = match got {
-            Got::Nothing => return self.scheduler.computed(share, &[]),
+        let (sampled, error, path) = match got {
+            Got::Nothing => {
+                self.scheduler.computed(share, &[]);
+                return Ok(());
+            }
             Got::Vector(values) => {
                 self.scheduler.computed(share, &[]);
                 events.push(Event::Embedding { request, values });
-                return self.finish(request, Finish::Stop, events);
+                self.finish(request, Finish::Stop, events);
+                return Ok(());
             }
             Got::PromptOnly => {
                 self.scheduler.computed(share, &[]);
-                return self.finish(request, Finish::Length, events);
+                self.finish(request, Finish::Length, events);
+                return Ok(());
             }
-            Got::Tokens(sampled, error) => (sampled, error),
+            Got::Tokens { next, error, path } => (next, error, path),
         };
-        let active = self.active.get_mut(&request).expect("as above");
-        let accepted = if error.is_some() { sampled.len() } else { sampled.len().saturating_sub(1) };
-        let drafted = share.guesses;
+        let (drafted, accepted) = (share.guesses, path.len());
         if drafted > 0 {
-            self.guesser.checked(active.ahead_mut(), drafted, accepted);
+            self.together(share, &path)?;
+            let active = self.active.get_mut(&request).expect("as above");
+            self.guesser.checked(active.ahead_mut(), drafted, &path);
             events.push(Event::Guessed { request, drafted, accepted });
         }
+        let active = self.active.get_mut(&request).expect("as above");
         let mut tokens = vec![];
         let mut end = None;
         for Sampled { token: id, logprob, top } in sampled {
@@ -431,6 +356,24 @@ impl Engine {
                 events.push(Event::Failed { request, error });
             }
         }
+        Ok(())
+    }
+
+    /// Moves what was computed of a path of guesses together, behind the text.
+    fn together(&mut self, share: Scheduled, path: &[usize]) -> Result<(), EngineError> {
+        let sequence = self.scheduler.running(share.id).expect("it was scheduled");
+        let first = sequence.computed + share.count - share.guesses;
+        // The best path lies right.
+        let right = path.iter().enumerate().take_while(|(i, guess)| i == *guess).count();
+        let from: Vec<usize> = path[right..].iter().map(|guess| first + guess).collect();
+        if from.is_empty() {
+            return Ok(());
+        }
+        self.executor.move_rows(&sequence.blocks, &from, first + right).map_err(failed)?;
+        if let Some(writer) = &mut self.writer {
+            writer.moved(share.id, &from, first + right);
+        }
+        Ok(())
     }
 
     fn finish(&mut self, request: u64, finish: Finish, events: &mut Vec<Event>) {
@@ -443,9 +386,6 @@ impl Engine {
         events.push(Event::Finished { request, finish });
     }
 }
-
-/// Context where nothing is asked: enough for a chat, and small enough not to ask for gigabytes.
-const DEFAULT_CONTEXT: usize = 4096;
 
 fn failed(error: ExecError) -> EngineError {
     EngineError::Backend(Box::new(error))
@@ -501,7 +441,7 @@ impl Generator for Engine {
             return Ok(false);
         }
         for (share, output) in self.run(events)? {
-            self.receive(share, output, events);
+            self.receive(share, output, events)?;
         }
         Ok(!self.scheduler.is_idle())
     }

@@ -68,7 +68,8 @@ impl Small {
 
 impl Writer for Small {
     fn ability(&self) -> Ability {
-        Ability { method: Method::Draft, pass: self.pass, at_once: false, context: self.context, most: MOST }
+        let (method, pass, context) = (Method::Draft, self.pass, self.context);
+        Ability { method, pass, at_once: false, context, most: MOST, branches: false }
     }
 
     fn copy_block(&mut self, _: &Scheduler, from: u32, to: u32) -> Result<(), ExecError> {

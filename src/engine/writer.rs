@@ -8,7 +8,7 @@ use quern_kernels::{
 };
 
 use crate::{
-    draft::Method,
+    draft::{Limits, Method, Tree},
     sched::{Scheduled, Scheduler},
 };
 
@@ -30,6 +30,9 @@ pub(super) trait Writer: Send {
 
     /// Gets the model's states of the rows of a step that is done, before the scheduler knows.
     fn keep(&mut self, _scheduler: &Scheduler, _shares: &[Scheduled], _states: &[f32]) {}
+
+    /// A sequence's rows `from` of a tree, by their slots, have gone to the slots from `to` on.
+    fn moved(&mut self, _id: u64, _from: &[usize], _to: usize) {}
 }
 
 /// What a writer can do.
@@ -43,14 +46,20 @@ pub(super) struct Ability {
     pub at_once: bool,
     /// Longest text that it can guess from.
     pub context: usize,
-    /// Most guesses at once.
+    /// Most guesses at once, one behind the other.
     pub most: usize,
+    /// It says how sure it is, of several guesses for one position.
+    pub branches: bool,
 }
 
 /// A sequence that is guessed, and has a share of the step.
 pub(super) struct Asked<'a> {
     /// The share, with room for guesses if some are wanted.
     pub share: Scheduled,
+    /// Guesses one behind the other, at most.
+    pub depth: usize,
+    /// How a tree of them grows; `None`: a chain is wanted.
+    pub shape: Option<Limits>,
     /// How tokens are chosen.
     pub params: &'a SamplingParams,
     /// Tokens of the prompt.
@@ -59,8 +68,13 @@ pub(super) struct Asked<'a> {
     pub from: bool,
 }
 
-/// What was written: guesses, and what each was drawn from where that is wanted.
-pub(super) type Written = (Vec<u32>, Vec<Distribution>);
+/// What was written.
+pub(super) enum Written {
+    /// Guesses one behind the other, and what each was drawn from where that is wanted.
+    Chain(Vec<u32>, Vec<Distribution>),
+    /// Guesses of which the best are to be chosen.
+    Tree(Tree),
+}
 
 /// A text and the guesses behind it.
 pub(super) struct Draft<'a> {
@@ -79,7 +93,7 @@ pub(super) struct Draft<'a> {
 impl<'a> Draft<'a> {
     /// None yet of as many as there is room for.
     pub fn new(asked: &Asked<'a>, text: &[u32]) -> Draft<'a> {
-        let (known, left, from) = (text.len(), asked.share.guesses, asked.from.then(Vec::new));
+        let (known, left, from) = (text.len(), asked.depth, asked.from.then(Vec::new));
         Draft { params: asked.params, prompt_len: asked.prompt_len, text: text.to_vec(), known, left, from }
     }
 
@@ -147,7 +161,7 @@ impl<'a> Draft<'a> {
         let tokens = self.text.split_off(self.known);
         let mut from = self.from.unwrap_or_default();
         from.truncate(tokens.len());
-        (tokens, from)
+        Written::Chain(tokens, from)
     }
 }
 

@@ -286,14 +286,11 @@ impl Scheduler {
         let mut left = most;
         for share in &mut step.shares {
             let Some(i) = self.running.iter().position(|s| s.id == share.id) else { continue };
-            let count = wanted(share.id).min(left);
             // Whoever runs may need one more block soon.
-            let spare = self.running.len();
-            let held = self.running[i].blocks.len() * self.pool.block_tokens();
-            let more = (self.running[i].computed + share.count + count).saturating_sub(held);
-            if more > 0 && more.div_ceil(self.pool.block_tokens()) + spare > self.pool.idle() {
-                continue;
-            }
+            let idle = self.pool.idle().saturating_sub(self.running.len());
+            let held = (self.running[i].blocks.len() + idle) * self.pool.block_tokens();
+            let fits = held.saturating_sub(self.running[i].computed + share.count);
+            let count = wanted(share.id).min(left).min(fits);
             if self.grow(i, share.count + count) {
                 share.guesses = count;
                 share.count += count;

@@ -471,6 +471,11 @@ impl Executor for CudaExecutor {
         Ok(self.forward.move_slots(&places)?)
     }
 
+    /// A path of at most 16 rows needs two blocks at most, and the first one none.
+    fn tree_leaves(&self) -> usize {
+        1 + self.forward.kv().spare().len() / 2
+    }
+
     fn block_bytes(&self) -> usize {
         self.forward.kv().bytes_of_block()
     }

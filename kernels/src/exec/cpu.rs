@@ -110,6 +110,10 @@ impl Executor for CpuExecutor {
         Ok(())
     }
 
+    fn tree_leaves(&self) -> usize {
+        usize::MAX
+    }
+
     fn block_bytes(&self) -> usize {
         self.forward.kv().bytes_of_block()
     }
@@ -174,6 +178,10 @@ impl HeadExecutor for CpuHead {
         // SAFETY: `&mut self`: no pass is running, so nobody reads or writes either block.
         unsafe { self.forward.kv().copy_block(from, to) };
         Ok(())
+    }
+
+    fn tree_leaves(&self) -> usize {
+        usize::MAX
     }
 
     fn spare(&self) -> std::ops::Range<u32> {

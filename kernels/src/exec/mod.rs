@@ -285,6 +285,9 @@ pub trait Executor: Send {
     /// rows have the positions of their new slots already, so that the sequence goes on as if it had been plain.
     fn move_rows(&mut self, blocks: &[u32], from: &[usize], to: usize) -> Result<(), ExecError>;
 
+    /// Most ends of paths of a tree whose first path lies in its first rows ([`Mask::Tree`]).
+    fn tree_leaves(&self) -> usize;
+
     /// Bytes of a block's keys and values, all layers together.
     fn block_bytes(&self) -> usize;
 
@@ -318,6 +321,9 @@ pub trait HeadExecutor: Send {
 
     /// Copies a block's keys and values, as the model does.
     fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError>;
+
+    /// Most ends of paths of a tree ([`Mask::Tree`]).
+    fn tree_leaves(&self) -> usize;
 
     /// Blocks besides those of the model, for what is not kept: rows of a block that is guessed.
     fn spare(&self) -> std::ops::Range<u32> {

@@ -82,6 +82,10 @@ impl Executor for SplitExecutor {
         self.cuda.move_rows(blocks, from, to)
     }
 
+    fn tree_leaves(&self) -> usize {
+        self.cuda.tree_leaves()
+    }
+
     fn block_bytes(&self) -> usize {
         self.cpu.block_bytes() + self.cuda.block_bytes()
     }

@@ -9,7 +9,7 @@
 //!
 //! Pure: a target's distributions are asked for, never computed here.
 
-use super::{distribution::Distribution, noise};
+use super::{branches::rejection_path, distribution::Distribution};
 
 /// A token that a drafter proposes.
 #[derive(Debug, Clone, Copy)]
@@ -60,42 +60,18 @@ pub fn rejection<E>(
     seed: u64,
     position: u64,
 ) -> Result<Verdict, E> {
-    for (accepted, draft) in drafts.iter().enumerate() {
-        let p = target(accepted)?;
-        let [u, v] = noise::uniforms(seed, position + accepted as u64);
-        let q = draft.from.map_or(1.0, |q| q.probability(draft.token));
-        if !stands(u, p.probability(draft.token), q) {
-            return Ok(Verdict { accepted, next: replacement(&p, draft, v) });
-        }
-    }
-    let next = target(drafts.len())?.draw(seed, position + drafts.len() as u64);
-    Ok(Verdict { accepted: drafts.len(), next })
+    let chain: Vec<Option<usize>> = (0..drafts.len()).map(|i| i.checked_sub(1)).collect();
+    let path = rejection_path(drafts, &chain, &mut target, seed, position)?;
+    Ok(Verdict { accepted: path.accepted.len(), next: path.next })
 }
 
 /// `u < p / q`, for u from 0 to below 1; false where p is 0, and where q is 0, as such a draft cannot have been drawn.
-fn stands(u: f64, p: f64, q: f64) -> bool {
+pub(super) fn stands(u: f64, p: f64, q: f64) -> bool {
     q > 0.0 && u * q < p
 }
 
-/// A token in place of a draft that fell, from what the target's distribution has beyond the drafter's.
-fn replacement(p: &Distribution, draft: &Draft<'_>, v: f64) -> u32 {
-    let found = match draft.from {
-        None => pick(p.iter().filter(|&(token, _)| token != draft.token), v),
-        Some(q) => {
-            let mut q = q.iter().peekable();
-            let beyond = p.iter().map(|(token, p)| {
-                while q.next_if(|&(other, _)| other < token).is_some() {}
-                (token, p - q.next_if(|&(other, _)| other == token).map_or(0.0, |(_, q)| q))
-            });
-            let beyond: Vec<(u32, f64)> = beyond.filter(|&(_, rest)| rest > 0.0).collect();
-            pick(beyond.iter().copied(), v)
-        }
-    };
-    found.or_else(|| pick(p.iter(), v)).expect("a distribution has a token")
-}
-
 /// The token of the share `v`, from 0 to below 1, of weights that are all above 0; `None` if there are none.
-fn pick(weights: impl Iterator<Item = (u32, f64)> + Clone, v: f64) -> Option<u32> {
+pub(super) fn pick(weights: impl Iterator<Item = (u32, f64)> + Clone, v: f64) -> Option<u32> {
     let total: f64 = weights.clone().map(|(_, weight)| weight).sum();
     let mut left = v * total;
     let mut found = None;
@@ -153,25 +129,6 @@ mod tests {
             [3, 3, 5, 5, 9, 9].map(Some)
         );
         assert_eq!(pick([].into_iter(), 0.5), None);
-    }
-
-    #[test]
-    fn a_replacement_comes_from_what_p_has_beyond_q() {
-        let p = of(&[0.5, 0.25, 0.0, 0.25]);
-        let many = |draft: Draft<'_>| -> Vec<u32> {
-            let mut found: Vec<u32> = (0..100).map(|i| replacement(&p, &draft, f64::from(i) / 100.0)).collect();
-            found.dedup();
-            found
-        };
-        assert_eq!(many(Draft { token: 0, from: None }), [1, 3]);
-        assert_eq!(many(Draft { token: 2, from: None }), [0, 1, 3], "a draft that p cannot draw");
-        let q = of(&[0.5, 0.3, 0.2, 0.0]);
-        assert_eq!(many(Draft { token: 1, from: Some(&q) }), [3]);
-        let far = of(&[0.0, 0.0, 1.0]);
-        assert_eq!(many(Draft { token: 2, from: Some(&far) }), [0, 1, 3]);
-        assert_eq!(many(Draft { token: 2, from: Some(&p) }), [0, 1, 3], "nothing beyond: p itself");
-        let sure = of(&[0.0, 1.0]);
-        assert_eq!(replacement(&sure, &Draft { token: 1, from: None }, 0.5), 1, "nothing but the draft: p itself");
     }
 
     #[test]

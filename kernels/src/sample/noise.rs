@@ -5,8 +5,8 @@
 //! 0) gives four words; word `token % 4` is `x`. Then `u = (x + 0.5) / 2^32`, in f64, lies strictly
 //! between 0 and 1, and the noise is `-ln(-ln(u))`.
 //!
-//! Speculation by rejection needs two more numbers per position, which must have nothing to do with the noise of its
-//! tokens: the same function with a last counter word of 1 (`uniforms`). Philox permutes its counters, so no
+//! Speculation by rejection needs two more numbers per position and sibling, which must have nothing to do with the noise
+//! of its tokens: the same function with a last counter word of 1 (`uniforms`). Philox permutes its counters, so no
 //! two streams ever share a block.
 
 use super::Candidate;
@@ -16,13 +16,14 @@ pub fn gumbel(seed: u64, position: u64, token: u32) -> f64 {
     gumbel_of(philox(seed, position, token / 4)[token as usize % 4])
 }
 
-/// Two numbers in [0, 1) of a position, independent of each other and of the Gumbel noise of all its tokens.
+/// Two numbers in [0, 1) of a position and one of its guesses (0 where there is one), independent of each other, of those
+/// of its siblings, and of the Gumbel noise of all its tokens.
 ///
-/// Definition (stable, as above): the block of counter (0, low, high half of the position, 1); the first number is the
-/// upper 53 bits of word 0 (upper half) and word 1, over 2^53, the second that of words 2 and 3.
-pub(super) fn uniforms(seed: u64, position: u64) -> [f64; 2] {
-    let words = philox4x32_10([0, position as u32, (position >> 32) as u32, 1], [seed as u32, (seed >> 32) as u32])
-        .map(u64::from);
+/// Definition (stable, as above): the block of counter (sibling, low, high half of the position, 1); the first number is
+/// the upper 53 bits of word 0 (upper half) and word 1, over 2^53, the second that of words 2 and 3.
+pub(super) fn uniforms(seed: u64, position: u64, sibling: u32) -> [f64; 2] {
+    let counter = [sibling, position as u32, (position >> 32) as u32, 1];
+    let words = philox4x32_10(counter, [seed as u32, (seed >> 32) as u32]).map(u64::from);
     [words[0] << 32 | words[1], words[2] << 32 | words[3]].map(|x| (x >> 11) as f64 * (1.0 / (1u64 << 53) as f64))
 }
 
@@ -205,7 +206,9 @@ mod tests {
             (u64::MAX, 1 << 40, [0.2746054002744829, 0.026607914702132307]),
         ];
         for (seed, position, expected) in golden {
-            assert_eq!(uniforms(seed, position), expected, "{seed} {position}");
+            assert_eq!(uniforms(seed, position, 0), expected, "{seed} {position}");
+            let others = [uniforms(seed, position, 1), uniforms(seed, position, 2)].concat();
+            assert!(others.iter().all(|u| (0.0..1.0).contains(u) && !expected.contains(u)), "siblings have their own");
         }
     }
 

@@ -31,7 +31,7 @@ use crate::{
     common::{Random, acts, bits, bound, close, device, read_acts, up},
     support::{
         deviation,
-        guessing::{TEXT, medusa_rows, of_own, run, states},
+        guessing::{TEXT, medusa_rows, of_own, run, states, tree_and_paths},
         heads, int, made, plain, tokens,
     },
 };
@@ -236,6 +236,40 @@ fn many_sequences_guess_at_once() {
         }
         assert!(all.iter().any(|t| t != &all[0]), "{kind}: all the same");
     }
+}
+
+/// A row of a tree of guesses has the bits of the chain that is its path; without room for its branches it is refused.
+#[test]
+fn rows_of_trees_of_heads_are_those_of_their_paths() {
+    if device("rows_of_trees_of_heads_are_those_of_their_paths").is_none() {
+        return;
+    }
+    let text = tokens(TEXT);
+    let model = made("cu-trees", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), plain(true));
+    for (kind, spec) in heads().into_iter().filter(|(_, spec)| !spec.layers.is_empty()) {
+        let width = spec.draft_head.as_ref().unwrap().width();
+        let file = made(&format!("cu-trees-{kind}"), int(4, 32, ZeroKind::Code), int(8, 32, ZeroKind::Mid), spec);
+        for (form, kv) in [(Form::F16, KvType::F16), (Form::F32, KvType::Int8), (Form::Int8, KvType::F16)] {
+            let options = CudaOptions { tree_blocks: 8, ..options(form, kv, 64) };
+            let mut executor = CudaExecutor::new(model.clone(), options, Box::new(|_| {})).unwrap();
+            assert_eq!(executor.tree_leaves(), 5);
+            let mut head = executor.head(file.clone()).unwrap();
+            assert_eq!(head.tree_leaves(), 4);
+            let states = states(&mut executor, &text, TEXT);
+            let own: Vec<Vec<f32>> = (0..6).map(|i| states[i * width..][..72].to_vec()).collect();
+            let [tree, paths] = tree_and_paths(&mut *head, &text, &states, width, &own);
+            assert!(bits(&tree.0) == bits(&paths.0) && bits(&tree.1) == bits(&paths.1), "{kind} {form:?}");
+        }
+    }
+    let mut executor = executor(&model, Form::F16, KvType::F16, 64);
+    assert_eq!(executor.tree_leaves(), 1);
+    let mut head = executor
+        .head(made("cu-no-trees", Scheme::Float(FloatType::F16), Scheme::Float(FloatType::F16), heads().remove(0).1))
+        .unwrap();
+    let (mask, output) = (Mask::Tree(&[1, 2]), Output::Logits { from: 0 });
+    let chunk = Chunk { tokens: &[1, 2], start: 0, blocks: &[0], mask, output };
+    let refused = head.guess(&Plan { chunks: vec![chunk] }, &Fed::Own(vec![&[0.5; 144]])).unwrap_err().to_string();
+    assert!(refused.contains("tree_blocks"), "{refused}");
 }
 
 #[test]

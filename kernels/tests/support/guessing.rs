@@ -1,6 +1,6 @@
 //! Passes of heads of a small random model.
 
-use quern_kernels::exec::{Chunk, ChunkOutput, Executor, Fed, HeadExecutor, Mask, Output, Plan};
+use quern_kernels::exec::{Chunk, ChunkOutput, Executor, Fed, HeadExecutor, Mask, Output, Plan, tree_mask};
 
 /// Tokens of a text.
 pub const TEXT: usize = 23;
@@ -97,4 +97,39 @@ pub fn medusa_rows(head: &mut dyn HeadExecutor, text: &[u32], states: &[f32], wi
         all.extend(got);
     }
     all
+}
+
+/// Rows of a tree of guesses behind a text, and each again as the last of a chain that is its path: logits of both,
+/// `[rows][tokens]`, and what both gave for the next. `own`: what the head reads, `[hidden]` of each row.
+pub fn tree_and_paths(
+    head: &mut dyn HeadExecutor,
+    text: &[u32],
+    states: &[f32],
+    width: usize,
+    own: &[Vec<f32>],
+) -> [(Vec<f32>, Vec<f32>); 2] {
+    let parents = [None, None, Some(0), Some(1), Some(1), Some(2)];
+    let (start, hidden) = (TEXT - 7, own[0].len());
+    let mut pass = |tokens: &[u32], start: usize, mask: Mask, from: usize, fed: Fed| {
+        let output = Output::Logits { from };
+        let chunk = Chunk { tokens, start, blocks: &[9, 2], mask, output };
+        let got = head.guess(&Plan { chunks: vec![chunk] }, &fed).unwrap().remove(0);
+        let ChunkOutput::Logits(got) = got else { panic!("no logits") };
+        (got, head.own().unwrap().to_vec())
+    };
+    pass(&text[1..start + 1], 0, Mask::Causal, start - 1, Fed::Model(vec![&states[..start * width]]));
+    let tokens = &text[start + 1..start + 7];
+    let masks = tree_mask(&parents);
+    let tree = pass(tokens, start, Mask::Tree(&masks), 0, Fed::Own(vec![&own.concat()]));
+    let mut paths = (vec![], vec![]);
+    for row in 0..parents.len() {
+        let mut path: Vec<usize> = std::iter::successors(Some(row), |&row| parents[row]).collect();
+        path.reverse();
+        let tokens: Vec<u32> = path.iter().map(|&row| tokens[row]).collect();
+        let fed: Vec<f32> = path.iter().flat_map(|&row| own[row].clone()).collect();
+        let (logits, given) = pass(&tokens, start, Mask::Causal, path.len() - 1, Fed::Own(vec![&fed]));
+        paths.0.extend(logits);
+        paths.1.extend_from_slice(&given[given.len() - hidden..]);
+    }
+    [tree, paths]
 }

@@ -16,8 +16,7 @@ use quern_models::{
 use super::{CudaExecutor, CudaOptions, CudaPlan, Forward, KvPool, Model, Upload};
 use crate::{
     exec::{
-        ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Mask, Plan, check, check_fed, check_head, kv_layers,
-        spread,
+        ChunkOutput, ExecError, Executor, Fed, HeadExecutor, Plan, check, check_fed, check_head, kv_layers, spread,
     },
     sample::Sampled,
 };
@@ -41,12 +40,13 @@ impl CudaExecutor {
         }
         let (form, kind, device) = (self.forward.form(), self.forward.kv().kind(), self.device().clone());
         let (ordinal, blocks, rows) = (device.info().ordinal, self.blocks(), self.forward.rows());
-        let options = CudaOptions { ordinal, blocks, form, kv: kind, rows, tree_blocks: 0 };
+        let tree_blocks = self.forward.kv().spare().len();
+        let options = CudaOptions { ordinal, blocks, form, kv: kind, rows, tree_blocks };
         CudaPlan::of(&file, &options, 0).check("the head", &device, None)?;
         let mut upload = Upload::new(&device, Box::new(|_| {}))?;
         let model = self.forward.model().upload_head(self.forward.file(), &file, form, &mut upload)?;
         drop(upload);
-        let kv = KvPool::new(&device, &kv_layers(file.spec()), blocks, kind)?;
+        let kv = KvPool::with_spare(&device, &kv_layers(file.spec()), blocks, tree_blocks, kind)?;
         let states = head.states.clone();
         let forward = Forward::new(device, file, model, kv, form, rows)?;
         self.forward.keep(states)?;
@@ -56,18 +56,11 @@ impl CudaExecutor {
     }
 }
 
-/// Heads read chains only.
-fn refuse_masks(plan: &Plan) -> Result<(), ExecError> {
-    let Some(chunk) = plan.chunks.iter().position(|c| c.mask != Mask::Causal) else { return Ok(()) };
-    let got = format!("{:?}", plan.chunks[chunk].mask);
-    Err(ExecError::Plan { chunk, what: "mask", expected: "Causal for a head on a GPU".into(), got })
-}
-
 impl HeadExecutor for CudaHead {
     fn guess(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<ChunkOutput>, ExecError> {
         check(plan, self.executor.forward.spec(), self.executor.blocks())?;
         check_fed(plan, fed, self.executor.forward.spec())?;
-        refuse_masks(plan)?;
+        self.executor.check_masks(plan)?;
         Ok(self.executor.step(plan, None, fed)?)
     }
 
@@ -77,6 +70,10 @@ impl HeadExecutor for CudaHead {
 
     fn copy_block(&mut self, from: u32, to: u32) -> Result<(), ExecError> {
         self.executor.copy_block(from, to)
+    }
+
+    fn tree_leaves(&self) -> usize {
+        self.executor.forward.kv().spare().len() / 2
     }
 }
 

@@ -58,7 +58,8 @@ pub struct SpecBenchArgs {
     /// Tokens of an answer
     #[arg(short = 'n', long, value_name = "N", default_value_t = 50, value_parser = positive)]
     tokens: usize,
-    /// What guesses [default: ngram, auto, and the small model or head; with --synthetic-acceptance-rate none]
+    /// What guesses, also with a number or as a tree: eagle,eagle:4x16 [default: ngram, auto, and the small model or head;
+    /// with --synthetic-acceptance-rate none]
     #[arg(long, value_delimiter = ',')]
     methods: Vec<Speculation>,
     /// Guesses of a step; 0: as many as pay
@@ -241,6 +242,7 @@ fn in_all_modes<'a>(
             speculation: Speculation::OFF,
             ..EngineOptions::default()
         };
+        let options = draft::with_trees(options, small.as_deref());
         let executor = exec::open(file.clone(), options.exec(file.spec()), |_| {})?;
         let mode = mode.map_or(usual, |mode| exec::Activations::from(mode).name());
         let mode = if float { "float" } else { mode }.to_string();

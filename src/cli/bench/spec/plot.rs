@@ -1,6 +1,7 @@
 //! Speed and the time to the first token against the number of guesses, as a picture.
 
 use super::table::Line;
+use crate::draft::Speculation;
 
 const COLORS: [&str; 6] = ["#1b6ca8", "#c8553d", "#2a9d55", "#8e5bb5", "#b08900", "#444444"];
 
@@ -76,15 +77,21 @@ pub fn plot(names: &[String], lines: &[Line]) -> String {
 
 /// In the order in which they first come; what is without guesses is none.
 fn series<'a>(names: &[String], lines: &'a [Line]) -> Vec<Series<'a>> {
-    let key = |line: &Line| (line.variant, line.speculation.method, line.rate.map(f64::to_bits));
+    let key = |line: &Line| {
+        let Speculation { method, tree, .. } = line.speculation;
+        (line.variant, method, tree.is_some(), line.rate.map(f64::to_bits))
+    };
     let mut series: Vec<Series> = vec![];
     for line in lines.iter().filter(|line| line.name != "off") {
         if let Some(of) = series.iter_mut().find(|of| key(of.lines[0]) == key(line)) {
             of.lines.push(line);
             continue;
         }
-        let method = line.name.split(':').next().unwrap_or_default();
-        let label = if names.len() > 1 { format!("{}: {method}", names[line.variant]) } else { method.to_string() };
+        let mut method = line.name.split(':').next().unwrap_or_default().to_string();
+        if line.speculation.tree.is_some() {
+            method += ", trees";
+        }
+        let label = if names.len() > 1 { format!("{}: {method}", names[line.variant]) } else { method };
         let label = label.replace('&', "&amp;").replace('<', "&lt;");
         series.push(Series { label, lines: vec![line] });
     }
