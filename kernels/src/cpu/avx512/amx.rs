@@ -134,9 +134,11 @@ impl Panel<'_> {
         let (w, a, rows) = (self.w, self.a, self.rows.clone());
         let (block, quad) = (QUADS * 4, if K == INT8 { 256 } else { 128 });
         let bias = if K == INT8 { 128 } else { 0 };
-        scratch.bytes.reserve(4 * STRIP);
+        scratch.bytes.reserve(4 * STRIP + size_of::<Group>());
         let bytes = scratch.bytes.ptr();
-        let mut group = Group::default();
+        // SAFETY: the buffer starts on a 64-byte boundary, as strips end, and has room for a group behind them, which is
+        // numbers: any bytes are one, and all were written once.
+        let group = unsafe { &mut *bytes.add(4 * STRIP).cast::<Group>() };
         tile.fill(0.0);
         configure(block);
         middles(w, bias, &mut scratch.meta);
@@ -225,17 +227,6 @@ struct Group {
     sums: [[i32; TILE]; SPAN / 16],
     /// Products of two strips, by block: those of the next are computed while this one's are added up.
     products: [[[i32; TILE * TILE]; SPAN / 16]; 2],
-}
-
-impl Default for Group {
-    fn default() -> Self {
-        Group {
-            a: [0; TILE * SPAN],
-            scales: [[0.0; TILE]; SPAN / 16],
-            sums: [[0; TILE]; SPAN / 16],
-            products: [[[0; TILE * TILE]; SPAN / 16]; 2],
-        }
-    }
 }
 
 impl Group {
