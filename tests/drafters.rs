@@ -162,7 +162,7 @@ fn texts_are_the_same_with_heads() {
     // The head's first choice is right as often in a tree as alone: the others are why a step of a tree has one more often.
     let rate = |[first, steps]: [u64; 2]| first as f64 / steps as f64;
     println!("the first token right: {:.3} in trees, {:.3} in chains", rate(in_trees), rate(in_chains));
-    assert!(rate(in_trees) > 1.5 * rate(in_chains), "{in_trees:?} {in_chains:?}");
+    assert!(rate(in_trees) > 1.2 * rate(in_chains), "{in_trees:?} {in_chains:?}");
     assert!(tokens > 100_000 && right > 300 && preempted > 100, "{tokens} {right} {preempted}");
 }
 

@@ -123,7 +123,7 @@ fn plans_of_heads_are_from_above() {
         assert!(taken < planned && planned < 6 * taken, "{case}: {taken} bytes taken, {planned} planned");
         return;
     }
-    for method in ["medusa:1", "medusa:8", "dflash:1", "dflash:8"] {
+    for method in ["medusa:1", "medusa:8", "medusa:4x16", "dflash:1", "dflash:8"] {
         for accept in ["exact", "rejection"] {
             let mut again = std::process::Command::new(std::env::current_exe().unwrap());
             again.args(["--exact", "plans_of_heads_are_from_above", "--nocapture"]);

@@ -51,6 +51,11 @@ impl Sure {
 }
 
 impl Place {
+    /// Whether a small model or a head wrote it.
+    pub fn is_written(&self) -> bool {
+        self.source == Source::Model
+    }
+
     /// A guess of a source, after so many tokens that are the same (guessed ones among them), or, of a grammar or a model,
     /// the so-and-so-many-th of a step.
     pub fn new(source: Source, same: usize) -> Place {

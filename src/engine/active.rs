@@ -178,6 +178,11 @@ impl Active {
         self.patience = if since.elapsed() > SLOW { self.patience.saturating_sub(1) } else { PATIENCE };
     }
 
+    /// Whether guesses can be looked at by the constraint, if there is one.
+    pub fn guided(&self) -> bool {
+        self.request.constraint.is_none() || self.patience > 0
+    }
+
     /// Goes ahead of the constraint: `None` where there is none, or where its masks have taken long.
     fn scout(&mut self) -> Option<Box<dyn Grammar>> {
         let constraint = self.request.constraint.as_ref().filter(|_| self.patience > 0)?;

@@ -102,13 +102,14 @@ impl Guesser {
         let mut guesses = BTreeMap::new();
         let (mut ids, mut offers, mut answers) = (vec![], vec![], 0);
         let (mut writing, mut written) = (vec![], vec![]);
-        // What one asks for must not make others wait.
-        let obeys = self.speculation.fixed.is_some() || scheduler.load() == (1, 0);
+        // What one asks for must not make others wait, unless it is asked for all.
+        let alone = scheduler.load() == (1, 0);
         for sequence in scheduler.decoding() {
             answers += 1;
             let Some(active) = active.get_mut(&sequence.id) else { continue };
             let guess = self.of(sequence, active, context);
             let ahead = active.ahead();
+            let obeys = alone || ahead.speculation == self.speculation;
             if ahead.speculation.fixed.is_none() || !obeys {
                 let chance = |place| ahead.chances.of(place, &self.chances);
                 if guess.to_write > 0 {
@@ -195,10 +196,7 @@ impl Guesser {
                 self.checked += (guess.tokens.len() as f64 / depth.max(1) as f64 - self.checked) * 0.05;
             }
             if let Some(active) = active.get_mut(&id).filter(|_| guess.tokens.is_empty()) {
-                // What was written for nothing was no help.
-                let first = Place::new(Source::Model, 1);
-                self.chances.note(first, false);
-                active.ahead_mut().chances.note(first, false);
+                self.wasted(active.ahead_mut());
             }
             (id, guess)
         };
@@ -214,6 +212,8 @@ impl Guesser {
         if most == 0 || method == Method::Off {
             return Guess::default();
         }
+        // Guesses that a constraint cannot look at are not checked.
+        let guided = active.guided();
         let ahead = active.ahead();
         if let Some(tokens) = active.expected(ahead.speculation.fixed.unwrap_or(MOST).min(most)) {
             let places = (1..=tokens.len()).map(|i| Place::new(Source::Given, i)).collect();
@@ -230,7 +230,7 @@ impl Guesser {
             guess = ahead.lookup.guess(text, past, most);
         }
         let most = ahead.speculation.fixed.unwrap_or(MOST).min(most);
-        if let Some(writer) = self.writer.filter(|writer| method.allows(writer.method)) {
+        if let Some(writer) = self.writer.filter(|writer| guided && method.allows(writer.method)) {
             let chance = |place: Place| ahead.chances.of(place, &self.chances);
             let to_write = most.min(writer.most).min(writer.context.saturating_sub(text.len()));
             // What was said before is free, and taken where it is as sure.
@@ -257,6 +257,13 @@ impl Guesser {
             (None, None) if !active.rejects() => Some(Limits::fixed(MOST_AT_ONCE, depth)),
             _ => None,
         }
+    }
+
+    /// Guesses were written of which none is checked: they were no help.
+    pub fn wasted(&mut self, ahead: &mut Ahead) {
+        let first = Place::new(Source::Model, 1);
+        self.chances.note(first, false);
+        ahead.chances.note(first, false);
     }
 
     /// A request's guesses of a step were checked: `path` were right.

@@ -196,7 +196,7 @@ fn rows_of(spec: &ModelSpec, options: &EngineOptions) -> usize {
 }
 
 /// Logits that are there at once: of a model those of one row per sequence and of the rows of prompts that keep theirs.
-/// Of a head those of its own tokens, and by the model's tokens those of all guesses if they are judged by rejection, with
+/// Of a head those of its own tokens, and by the model's tokens those of all guesses; if they are judged by rejection, with
 /// what each was drawn from (16 bytes a token, like four logits).
 fn logits_of(spec: &ModelSpec, options: &EngineOptions) -> usize {
     let Some(head) = &spec.draft_head else { return spec.vocab.saturating_mul(options.sequences + LOGIT_ROWS) };
@@ -205,10 +205,11 @@ fn logits_of(spec: &ModelSpec, options: &EngineOptions) -> usize {
     let (own, guesses) = match head.kind {
         HeadKind::Medusa { guesses, .. } => (sequences, sequences * guesses),
         HeadKind::Block { size, .. } => (LOGIT_ROWS.max(size), LOGIT_ROWS.max(size)),
-        HeadKind::Joined { .. } | HeadKind::Wide { .. } => (sequences, sequences),
+        HeadKind::Joined { .. } | HeadKind::Wide { .. } => (LOGIT_ROWS, LOGIT_ROWS),
     };
+    // Trees are made of logits, whatever the rule.
     let given = match options.speculation.accept {
-        Accept::Exact => 1,
+        Accept::Exact => guesses,
         Accept::Rejection => guesses + 4 * LOGIT_ROWS,
     };
     own * spec.vocab + given * head.model_vocab

@@ -213,8 +213,12 @@ impl Engine {
             let mut guess = guesses.remove(&share.id).unwrap_or_default();
             let room: Vec<bool> = (0..guess.tokens.len()).map(|i| i < share.guesses).collect();
             guess.keep(&room);
+            let written = !guess.tokens.is_empty() && guess.places.first().is_some_and(|place| place.is_written());
             match active.mask(&mut guess) {
                 Ok(()) => {
+                    if written && guess.tokens.is_empty() {
+                        self.guesser.wasted(active.ahead_mut());
+                    }
                     *share = self.scheduler.guess(*share, &guess.tokens);
                     active.ahead_mut().expects(guess, share.count - share.guesses);
                     true

@@ -281,16 +281,23 @@ impl Scheduler {
         step
     }
 
-    /// Lengthens shares by room for guesses, at most `most` in all; returns how many there are.
+    /// Lengthens shares by room for guesses, at most `most` in all; returns how many there are. Nobody gets less than
+    /// another who wants no more.
     fn make_room(&mut self, most: usize, wanted: impl Fn(u64) -> usize, step: &mut Step) -> usize {
         let mut left = most;
-        for share in &mut step.shares {
+        let wants = step.shares.iter().map(|share| wanted(share.id)).enumerate();
+        let mut wants: Vec<_> = wants.filter(|&(_, count)| count > 0).map(|(at, count)| (count, at)).collect();
+        // What those leave who want little is for the others.
+        wants.sort_unstable();
+        for (before, &(count, at)) in wants.iter().enumerate() {
+            let share = &mut step.shares[at];
+            let fair = left.div_ceil(wants.len() - before);
             let Some(i) = self.running.iter().position(|s| s.id == share.id) else { continue };
             // Whoever runs may need one more block soon.
             let idle = self.pool.idle().saturating_sub(self.running.len());
             let held = (self.running[i].blocks.len() + idle) * self.pool.block_tokens();
             let fits = held.saturating_sub(self.running[i].computed + share.count);
-            let count = wanted(share.id).min(left).min(fits);
+            let count = count.min(fair).min(fits);
             if self.grow(i, share.count + count) {
                 share.guesses = count;
                 share.count += count;
@@ -449,6 +456,12 @@ impl Scheduler {
         s.tokens.extend_from_slice(next);
         s.computed += done.count - done.guesses + right;
         s.remember(&mut self.pool);
+        // What a tree of guesses took and the next token does not need is for others.
+        if done.guesses > 0 {
+            for block in s.blocks.drain(s.tokens.len().div_ceil(self.pool.block_tokens()).min(s.blocks.len())..) {
+                self.pool.release(block);
+            }
+        }
         if let Some(window) = self.window {
             // The next row sees itself and what comes before in the window.
             let passed = (s.computed + 1).saturating_sub(window) / self.pool.block_tokens();

@@ -73,7 +73,8 @@ impl HeadExecutor for CudaHead {
     }
 
     fn tree_leaves(&self) -> usize {
-        self.executor.forward.kv().spare().len() / 2
+        // A chain's rows lie where the text goes on, and need none.
+        (self.executor.forward.kv().spare().len() / 2).max(1)
     }
 }
 
