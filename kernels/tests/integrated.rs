@@ -42,7 +42,7 @@ fn weights_are_in_memory_once() {
     let mut spec = plain(false);
     for layer in &mut spec.layers {
         layer.mlp = match layer.mlp {
-            Mlp::Gated { act, .. } => Mlp::Gated { inner: 20_000, act, bias: false, mlp_order: false },
+            Mlp::Gated { act, .. } => Mlp::Gated { inner: 80_000, act, bias: false, mlp_order: false },
             ref other => other.clone(),
         };
     }
@@ -70,6 +70,7 @@ fn weights_are_in_memory_once() {
     let ((want, before), (got, after)) = (logits("0"), logits("1"));
     assert_eq!(deviation(&got, &want), 0.0);
     assert!(before > len / 10 * 9, "{before} of {len} bytes are cached after they were read");
+    // Of pages that lie in groups of 2 MiB, those at the ends of what was given up may stay.
     // A file system in memory gives up nothing.
     let once = ModelFile::open(&path).unwrap();
     (0..once.tensors().len()).for_each(|i| drop(once.view_once(i).unwrap()));
