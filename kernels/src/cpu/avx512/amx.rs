@@ -144,7 +144,7 @@ impl Panel<'_> {
         middles(w, bias, &mut scratch.meta);
         for b0 in (0..a.blocks()).step_by(SPAN / block) {
             let count = (a.blocks() - b0).min(SPAN / block);
-            factors::<K, Z>(w, b0, count, bias, &mut scratch.meta);
+            factors::<K, Z, false>(w, b0, count, bias, &mut scratch.meta);
             let codes = &w.codes[b0 * QUADS * quad..][..count * QUADS * quad];
             // SAFETY: `bytes` has room for a span; rows of the group are in `a` and in `tile`, because `rows` is.
             unsafe {

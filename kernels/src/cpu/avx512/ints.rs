@@ -20,18 +20,24 @@ pub(super) const INT4: u8 = 0;
 pub(super) const FP4: u8 = 1;
 pub(super) const INT8: u8 = 2;
 
+/// Up to so many activation rows read scales in place; widening them beforehand would cost more.
+const SCALES_AT_MOST: usize = 1;
+
 /// # Safety
 /// The instructions of [`ISA`] exist; shapes as [`crate::cpu::linear::linear_panel`] checks them.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
     let a = a.int8(w.block);
+    let in_place = rows.len() <= SCALES_AT_MOST && w.scale == FloatType::F16 && w.supers.is_empty() && w.mini.is_none();
     let of = Panel { w, a, rows };
-    // SAFETY: the caller's promises.
+    // SAFETY: the caller's promises; scales are read in place only if they are plain f16.
     unsafe {
-        match (w.bits, w.mini.is_some()) {
-            (4, true) => of.blocks::<FP4, MID>(tile, scratch),
-            (4, _) => of.zeros::<INT4>(tile, scratch),
-            _ => of.zeros::<INT8>(tile, scratch),
+        match (w.bits, w.mini.is_some(), in_place) {
+            (4, true, _) => of.blocks::<FP4, MID, false>(tile, scratch),
+            (4, _, true) => of.zeros::<INT4, true>(tile, scratch),
+            (4, _, false) => of.zeros::<INT4, false>(tile, scratch),
+            (_, _, true) => of.zeros::<INT8, true>(tile, scratch),
+            (_, _, false) => of.zeros::<INT8, false>(tile, scratch),
         }
     }
 }
@@ -47,13 +53,13 @@ impl Panel<'_> {
     /// # Safety
     /// As [`Panel::spans`].
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-    unsafe fn zeros<const K: u8>(&self, tile: &mut [f32], scratch: &mut Scratch) {
+    unsafe fn zeros<const K: u8, const P: bool>(&self, tile: &mut [f32], scratch: &mut Scratch) {
         // SAFETY: the caller's promises.
         unsafe {
             match self.w.zero {
-                ZeroKind::Mid => self.blocks::<K, MID>(tile, scratch),
-                ZeroKind::Code => self.blocks::<K, CODE>(tile, scratch),
-                ZeroKind::Min => self.blocks::<K, MIN>(tile, scratch),
+                ZeroKind::Mid => self.blocks::<K, MID, P>(tile, scratch),
+                ZeroKind::Code => self.blocks::<K, CODE, P>(tile, scratch),
+                ZeroKind::Min => self.blocks::<K, MIN, P>(tile, scratch),
             }
         }
     }
@@ -61,22 +67,26 @@ impl Panel<'_> {
     /// # Safety
     /// As [`Panel::spans`].
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-    unsafe fn blocks<const K: u8, const Z: u8>(&self, tile: &mut [f32], scratch: &mut Scratch) {
+    unsafe fn blocks<const K: u8, const Z: u8, const P: bool>(&self, tile: &mut [f32], scratch: &mut Scratch) {
         // SAFETY: the caller's promises.
         unsafe {
             match self.w.block {
-                32 => self.spans::<K, Z, 8>(tile, scratch),
-                _ => self.spans::<K, Z, 4>(tile, scratch),
+                32 => self.spans::<K, Z, 8, P>(tile, scratch),
+                _ => self.spans::<K, Z, 4, P>(tile, scratch),
             }
         }
     }
 
-    /// `QUADS` of 4 columns make an activation block.
+    /// `P`: scales and minima are read in place, as f16. `QUADS` of 4 columns make an activation block.
     ///
     /// # Safety
-    /// As [`panel`]; `K`, `Z` and `QUADS` are the weight's.
+    /// As [`panel`]; `K`, `Z` and `QUADS` are the weight's; with `P` its scales are f16 and not nested.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-    unsafe fn spans<const K: u8, const Z: u8, const QUADS: usize>(&self, tile: &mut [f32], scratch: &mut Scratch) {
+    unsafe fn spans<const K: u8, const Z: u8, const QUADS: usize, const P: bool>(
+        &self,
+        tile: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
         let (w, a, rows) = (self.w, self.a, self.rows.clone());
         let (block, quad) = (QUADS * 4, if K == INT8 { 256 } else { 128 });
         let halves = w.strips.start / 2..w.strips.end.div_ceil(2);
@@ -84,11 +94,11 @@ impl Panel<'_> {
         middles(w, 0, &mut scratch.meta);
         for b0 in (0..a.blocks()).step_by(SPAN / block) {
             let count = (a.blocks() - b0).min(SPAN / block);
-            factors::<K, Z>(w, b0, count, 0, &mut scratch.meta);
+            factors::<K, Z, P>(w, b0, count, 0, &mut scratch.meta);
             let codes = w.codes[b0 * QUADS * quad..][..count * QUADS * quad].as_ptr();
             let passes = rows.len().div_ceil(MR) * halves.len();
             let mut ahead = Ahead::new(codes, count * QUADS * quad / 64, passes * count);
-            let at = Span { a, b0, count, meta: &scratch.meta };
+            let at = Span { w, a, b0, count, meta: &scratch.meta };
             for first in rows.clone().step_by(MR) {
                 let y = tile[(first - rows.start) * PANEL..].as_mut_ptr();
                 let mb = (rows.end - first).min(MR);
@@ -96,17 +106,17 @@ impl Panel<'_> {
                 unsafe {
                     if mb <= 2 && halves.len() == 2 {
                         match mb {
-                            1 => at.rows::<K, Z, QUADS, 2, 1>(codes, first, 0, &mut ahead, y),
-                            _ => at.rows::<K, Z, QUADS, 2, 2>(codes, first, 0, &mut ahead, y),
+                            1 => at.rows::<K, Z, QUADS, P, 2, 1>(codes, first, 0, &mut ahead, y),
+                            _ => at.rows::<K, Z, QUADS, false, 2, 2>(codes, first, 0, &mut ahead, y),
                         }
                         continue;
                     }
                     for half in halves.clone() {
                         match mb {
-                            1 => at.rows::<K, Z, QUADS, 1, 1>(codes, first, half, &mut ahead, y),
-                            2 => at.rows::<K, Z, QUADS, 1, 2>(codes, first, half, &mut ahead, y),
-                            3 => at.rows::<K, Z, QUADS, 1, 3>(codes, first, half, &mut ahead, y),
-                            _ => at.rows::<K, Z, QUADS, 1, 4>(codes, first, half, &mut ahead, y),
+                            1 => at.rows::<K, Z, QUADS, P, 1, 1>(codes, first, half, &mut ahead, y),
+                            2 => at.rows::<K, Z, QUADS, false, 1, 2>(codes, first, half, &mut ahead, y),
+                            3 => at.rows::<K, Z, QUADS, false, 1, 3>(codes, first, half, &mut ahead, y),
+                            _ => at.rows::<K, Z, QUADS, false, 1, 4>(codes, first, half, &mut ahead, y),
                         }
                     }
                 }
@@ -118,15 +128,21 @@ impl Panel<'_> {
     }
 }
 
-/// Widens scales, minima and zeros (less `bias`) of a span into `meta`, in the order of the sums.
+/// Widens scales, minima and zeros (less `bias`) of a span into `meta`, in the order of the sums. `P`: zeros only.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-pub(super) fn factors<const K: u8, const Z: u8>(w: &IntPanel, b0: usize, count: usize, bias: i32, meta: &mut Meta) {
+pub(super) fn factors<const K: u8, const Z: u8, const P: bool>(
+    w: &IntPanel,
+    b0: usize,
+    count: usize,
+    bias: i32,
+    meta: &mut Meta,
+) {
     let plain = w.scale == FloatType::F16 && w.supers.is_empty() && K != FP4;
-    slots(w, b0, count, bias, !plain, meta);
+    slots(w, b0, count, bias, !P && !plain, meta);
     if K != INT8 {
-        reorder::<Z>(meta, count, !plain);
+        reorder::<Z>(meta, count, !P && !plain);
     }
-    if plain {
+    if !P && plain {
         plain_scales::<K, Z>(w, b0 * w.block / w.group, count, meta);
     }
 }
@@ -208,6 +224,7 @@ unsafe fn join(p: *const f32) -> __m512 {
 
 /// One span of a panel.
 struct Span<'a> {
+    w: &'a IntPanel<'a>,
     a: &'a Int8,
     /// First activation block and their count.
     b0: usize,
@@ -225,7 +242,7 @@ impl Span<'_> {
     /// The rows and blocks are in `a`, the span's codes at `w`; `y` has `R` rows.
     #[inline(never)]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-    unsafe fn rows<const K: u8, const Z: u8, const QUADS: usize, const N: usize, const R: usize>(
+    unsafe fn rows<const K: u8, const Z: u8, const QUADS: usize, const P: bool, const N: usize, const R: usize>(
         &self,
         w: *const u8,
         first: usize,
@@ -240,14 +257,20 @@ impl Span<'_> {
         let mut held: Pairs<__m512> = [[_mm512_setzero_ps(); 2]; 4];
         // SAFETY: the caller's promise.
         unsafe { exchange::<N, R, false>(y, half, &mut held) };
-        for slot in &self.meta.slot[..self.count] {
-            // SAFETY: the caller's promises; a meta row has 64 elements, `half + N <= 2`.
+        for (i, slot) in self.meta.slot[..self.count].iter().enumerate() {
+            // SAFETY: the caller's promises; a meta row has 64 elements, `half + N <= 2`; `in_place` says what
+            // `Factors::halves` needs.
             unsafe {
                 ahead.ask();
                 let t = dots::<K, Z, QUADS, N, R>(w, q, sums);
                 for n in 0..N {
                     let c = (half + n) * 32;
-                    let of = Factors::wide::<Z>(self.meta, *slot, c);
+                    let of = if P {
+                        let g = (self.b0 + i) * QUADS * 4 / self.w.group;
+                        Factors::halves::<K, Z>(self.w, g, self.meta, *slot, c)
+                    } else {
+                        Factors::wide::<Z>(self.meta, *slot, c)
+                    };
                     for r in 0..R {
                         let (scale, sum) = (_mm512_set1_ps(*sa.add(r)), _mm512_set1_epi32(*sums.add(r)));
                         for v in 0..2 {
@@ -408,6 +431,33 @@ impl Factors {
                 let z = if Z == CODE { _mm512_loadu_si512(z.cast()) } else { _mm512_setzero_si512() };
                 Factors { s, z, m: if Z == MIN { _mm512_loadu_ps(m) } else { s } }
             }
+        })
+    }
+
+    /// The same, scales and minima straight from their f16 planes: group `g`.
+    ///
+    /// # Safety
+    /// The panel's scales, and minima if `Z` says so, are f16 and not nested; the group exists.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+    unsafe fn halves<const K: u8, const Z: u8>(
+        w: &IntPanel,
+        g: usize,
+        meta: &Meta,
+        slot: usize,
+        c: usize,
+    ) -> [Factors; 2] {
+        // SAFETY: the caller's promise: 32 halves from `c` on are the group's.
+        let at = |plane: &[u8]| unsafe {
+            widen::<K>(std::slice::from_raw_parts(plane.as_ptr().add((g * PANEL + c) * 2), 64))
+        };
+        let s = at(w.scales);
+        let m = if Z == MIN { at(w.zeros) } else { s };
+        [0, 1].map(|v| {
+            let z = meta.at(slot, c + v * 16).1;
+            // SAFETY: as in `wide`.
+            let z = if Z == CODE { unsafe { _mm512_loadu_si512(z.cast()) } } else { _mm512_setzero_si512() };
+            Factors { s: s[v], z, m: m[v] }
         })
     }
 }
