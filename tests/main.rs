@@ -13,6 +13,7 @@ mod handed;
 mod heads;
 mod lossless;
 mod offload;
+mod overlap;
 mod page;
 mod parity;
 mod real;

@@ -12,6 +12,11 @@
 // Tokens of a part: one block.
 #define PART 4096
 
+// What became of a row, the last of its four words.
+#define NOTHING 0
+#define TOKEN 1
+#define HOST 2
+
 struct Found {
     u64 key;
     u32 nans;
@@ -77,6 +82,15 @@ KERNEL(32) best_of_rows(const Found* found, u32 parts, uint4* to) {
     }
 }
 
+// Tokens, u32 [rows], that the step before chooses: from, u32 [rows], says which row of `chosen`, as the other kernels
+// leave it, a token comes from. Where nothing was chosen it is token 0, and the host learns of it. Grid: rows / THREADS.
+KERNEL(THREADS) follow(u32* tokens, const u32* from, const uint4* chosen, u32 rows) {
+    u32 row = blockIdx.x * THREADS + threadIdx.x;
+    if (row >= rows) return;
+    uint4 found = chosen[from[row]];
+    tokens[row] = found.w == TOKEN ? found.x : 0;
+}
+
 // ---- the sampler
 //
 // Every operation on logits is the sampler's own, rounded as there. Only exponentials and logarithms differ from the
@@ -87,10 +101,6 @@ KERNEL(32) best_of_rows(const Found* found, u32 parts, uint4* to) {
 #define WARPS (SAMPLERS / 32)
 // Tokens that can be sorted.
 #define LIST 2048
-
-#define NOTHING 0
-#define TOKEN 1
-#define HOST 2
 
 // The struct `Pick` of kernels/src/cuda/choose.rs: one row.
 struct Pick {

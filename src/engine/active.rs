@@ -245,6 +245,15 @@ impl Active {
         wanted && self.scores.len() + 1 < self.request.prompt.len()
     }
 
+    /// Whether the step behind the next token can be planned without it, but for guesses: the text goes on if the token
+    /// does not end it, and nothing is done with the token before the step.
+    pub fn needs_no_token(&self, context: usize) -> bool {
+        let r = &self.request;
+        let plain = r.embed.is_none() && r.constraint.is_none() && r.logprobs.is_none() && !self.scores_left();
+        let generated = self.generated + 1;
+        plain && !r.sampling.penalizes() && generated < r.max_tokens && r.prompt.len() + generated < context
+    }
+
     /// What is wanted of a share; `history` is the text up to its end.
     pub fn output<'a>(&'a self, share: Scheduled, history: &'a [u32]) -> Output<'a> {
         let last = share.count - 1;
@@ -303,7 +312,7 @@ impl Active {
             ChunkOutput::Logits(rows) if share.guesses > 0 => Ok(self.verdict(share, rows, tokens)),
             ChunkOutput::Logits(rows) => self.score(share, start, rows, tokens),
             ChunkOutput::None if share.last && self.request.embed.is_none() => Ok(Got::PromptOnly),
-            ChunkOutput::None => Ok(Got::Nothing),
+            ChunkOutput::None | ChunkOutput::Unknown => Ok(Got::Nothing),
         }
     }
 

@@ -9,6 +9,7 @@ mod active;
 mod ahead;
 mod constraint;
 mod defaults;
+mod flight;
 mod grow;
 mod head;
 mod keep;
@@ -213,6 +214,8 @@ pub struct Stats {
     pub guesses: draft::Counts,
     /// Steps.
     pub steps: u64,
+    /// Steps that were submitted while the one before was under way.
+    pub overlapped: u64,
     /// Tokens computed.
     pub computed: u64,
 }

@@ -13,6 +13,7 @@ use super::{
     EngineError, Event, Failure, Finish, Generator, Limits, Pooling, Request, Stats,
     active::{Active, Got},
     ahead::{self, Ahead, Guesser, written_places},
+    flight::Flight,
     head::Head,
     keep,
     memory::MemoryPlan,
@@ -28,21 +29,25 @@ use crate::sched::{Arrival, KvPool, LOGIT_ROWS, Node, Scheduled, Scheduler, Step
 /// Continues texts with one model.
 pub struct Engine {
     file: Arc<ModelFile>,
-    executor: Box<dyn Executor>,
-    scheduler: Scheduler,
-    active: BTreeMap<u64, Active>,
+    pub(super) executor: Box<dyn Executor>,
+    pub(super) scheduler: Scheduler,
+    pub(super) active: BTreeMap<u64, Active>,
     /// Events of requests that ended outside a step.
     ended: Vec<Event>,
     next: u64,
-    context: usize,
+    pub(super) context: usize,
     /// Makes nodes of salts that nobody outside can foresee.
     secret: u64,
-    pace: Pace,
-    guesser: Guesser,
+    pub(super) pace: Pace,
+    pub(super) guesser: Guesser,
     /// What guesses besides, if there is something.
-    writer: Option<Box<dyn Writer>>,
-    stats: Stats,
+    pub(super) writer: Option<Box<dyn Writer>>,
+    pub(super) stats: Stats,
     keep: Option<keep::Keep>,
+    /// A step that was submitted and not collected.
+    pub(super) flight: Option<Flight>,
+    /// When the last step was collected.
+    pub(super) landed: Instant,
 }
 
 impl Engine {
@@ -87,6 +92,8 @@ impl Engine {
             writer: None,
             stats: Stats::default(),
             keep: None,
+            flight: None,
+            landed: Instant::now(),
         }
     }
 
@@ -141,8 +148,8 @@ impl Engine {
         self.executor.describe()
     }
 
-    /// Plans and runs one step; returns what each scheduled sequence got.
-    fn run(&mut self, events: &mut Vec<Event>) -> Result<Vec<(Scheduled, ChunkOutput)>, EngineError> {
+    /// Plans and starts one step; `None`: there is nothing to do.
+    fn start(&mut self, events: &mut Vec<Event>) -> Result<Option<Flight>, EngineError> {
         let budget = self.pace.budget(self.scheduler.load().0);
         self.scheduler.set_budget(budget);
         let guesses = self.guesser.guess(&self.scheduler, &mut self.active, budget, self.context);
@@ -154,37 +161,12 @@ impl Engine {
         }
         let shares = self.masked(step, guesses, events)?;
         if shares.is_empty() {
-            return Ok(vec![]);
-        }
-        let mut plan = Plan::default();
-        for share in &shares {
-            let s = self.scheduler.running(share.id).expect("schedule() returns running sequences");
-            let end = s.computed + share.count;
-            let active = &self.active[&share.id];
-            plan.chunks.push(Chunk {
-                tokens: &s.tokens[s.computed..end],
-                start: s.computed,
-                blocks: &s.blocks,
-                mask: active.ahead().mask(share.guesses),
-                output: active.output(*share, &s.tokens[..end]),
-            });
+            return Ok(None);
         }
         let start = Instant::now();
+        let plan = plan(&self.scheduler, &self.active, &shares);
         let ticket = self.executor.submit(&plan).map_err(failed)?;
-        let outputs = self.executor.collect(ticket).map_err(failed)?;
-        if let Some(writer) = self.writer.as_mut().filter(|writer| writer.keeps()) {
-            writer.keep(&self.scheduler, &shares, self.executor.states().map_err(failed)?);
-        }
-        let tokens = shares.iter().map(|s| s.count).sum();
-        self.stats.steps += 1;
-        self.stats.computed += tokens as u64;
-        let prompts = shares.iter().map(|s| s.count - s.guesses).filter(|&count| count > 1).sum();
-        let took = start.elapsed();
-        self.pace.took(tokens, prompts, took);
-        if prompts == 0 {
-            self.guesser.took(tokens, took.as_secs_f64());
-        }
-        Ok(shares.into_iter().zip(outputs).collect())
+        Ok(Some(Flight { ticket, shares, start, asked: true, told: false }))
     }
 
     /// Copies the step's blocks, asks the constraints what may come, and puts guesses behind the texts that have room for
@@ -292,8 +274,14 @@ impl Engine {
         (self.writer, self.guesser.writer) = (None, None);
     }
 
-    /// Takes what a share gave.
-    fn receive(&mut self, share: Scheduled, output: ChunkOutput, events: &mut Vec<Event>) -> Result<(), EngineError> {
+    /// Takes what a share gave. `told`: the scheduler has been told that it was computed, and not yet of the token.
+    pub(super) fn receive(
+        &mut self,
+        share: Scheduled,
+        output: ChunkOutput,
+        told: bool,
+        events: &mut Vec<Event>,
+    ) -> Result<(), EngineError> {
         let request = share.id;
         let active = self.active.get_mut(&request).expect("a scheduled sequence is active");
         let sequence = self.scheduler.running(request).expect("it was scheduled");
@@ -350,7 +338,12 @@ impl Engine {
                 break;
             }
         }
-        self.scheduler.computed(share, &tokens);
+        match tokens[..] {
+            [token] if told => self.scheduler.known(request, token),
+            // One that has failed goes, without its unknown token.
+            _ if told => {}
+            _ => self.scheduler.computed(share, &tokens),
+        }
         match end.or(error.map(|error| Err(error.into()))) {
             None => {}
             Some(Ok(finish)) => self.finish(request, finish, events),
@@ -391,8 +384,25 @@ impl Engine {
     }
 }
 
-fn failed(error: ExecError) -> EngineError {
+pub(super) fn failed(error: ExecError) -> EngineError {
     EngineError::Backend(Box::new(error))
+}
+
+/// What the executor is to do for the shares of a step.
+pub(super) fn plan<'a>(scheduler: &'a Scheduler, active: &'a BTreeMap<u64, Active>, shares: &[Scheduled]) -> Plan<'a> {
+    let chunk = |share: &Scheduled| {
+        let s = scheduler.running(share.id).expect("schedule() returns running sequences");
+        let end = s.computed + share.count;
+        let active = &active[&share.id];
+        Chunk {
+            tokens: &s.tokens[s.computed..end],
+            start: s.computed,
+            blocks: &s.blocks,
+            mask: active.ahead().mask(share.guesses),
+            output: active.output(*share, &s.tokens[..end]),
+        }
+    };
+    Plan { chunks: shares.iter().map(chunk).collect() }
 }
 
 /// The widest window, if every layer has one.
@@ -441,13 +451,21 @@ impl Generator for Engine {
 
     fn step(&mut self, events: &mut Vec<Event>) -> Result<bool, EngineError> {
         events.append(&mut self.ended);
+        let flight = match self.flight.take() {
+            None if self.scheduler.is_idle() => return Ok(false),
+            None => self.start(events)?,
+            flight => flight,
+        };
+        if let Some(mut flight) = flight {
+            let next = self.next(&mut flight)?;
+            self.land(flight, events)?;
+            self.flight = next;
+        }
         if self.scheduler.is_idle() {
+            self.forget()?;
             return Ok(false);
         }
-        for (share, output) in self.run(events)? {
-            self.receive(share, output, events)?;
-        }
-        Ok(!self.scheduler.is_idle())
+        Ok(true)
     }
 
     fn max_context(&self) -> usize {
@@ -480,6 +498,7 @@ impl Generator for Engine {
     fn close(&mut self) -> Result<Option<String>, EngineError> {
         let ids: Vec<u64> = self.active.keys().copied().collect();
         ids.into_iter().for_each(|id| self.cancel(id));
+        self.forget()?;
         let Some(keep) = &self.keep else { return Ok(None) };
         keep.save(self.scheduler.pool(), &mut *self.executor).map(Some)
     }

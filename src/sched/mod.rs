@@ -4,4 +4,4 @@ pub mod kv;
 pub mod plan;
 
 pub use kv::{Hit, KvPool, NO_BLOCK, Node, OutOfBlocks};
-pub use plan::{Arrival, Budget, Counts, LOGIT_ROWS, Scheduled, Scheduler, Sequence, Step};
+pub use plan::{Arrival, Budget, Counts, LOGIT_ROWS, Scheduled, Scheduler, Sequence, Step, UNKNOWN};

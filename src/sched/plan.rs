@@ -114,6 +114,9 @@ impl From<usize> for Budget {
     }
 }
 
+/// Stands for a token that the step under way chooses, until [`Scheduler::known`] is told.
+pub const UNKNOWN: u32 = 0;
+
 /// Counts since the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
@@ -469,6 +472,21 @@ impl Scheduler {
                 self.pool.release(std::mem::replace(block, NO_BLOCK));
             }
         }
+    }
+
+    /// The token that was recorded as [`UNKNOWN`], of a sequence that runs.
+    pub fn known(&mut self, id: u64, token: u32) {
+        let last = self.running.iter_mut().find(|s| s.id == id).and_then(|s| s.tokens.last_mut());
+        if let Some(last) = last {
+            *last = token;
+        }
+    }
+
+    /// Whether the step behind one that is under way, with the last token of each of `count` sequences, is one more token
+    /// of each: nobody else runs or can be let in, and there are blocks.
+    pub fn is_steady(&self, count: usize) -> bool {
+        let full = self.running.len() >= self.most;
+        (self.waiting.is_empty() || full) && self.running.len() == count && self.pool.idle() >= count
     }
 
     /// Panics unless the pool's invariants hold.

@@ -30,6 +30,7 @@ pub struct Choose {
     parts: Kernel,
     rows: Kernel,
     sampler: Kernel,
+    follow: Kernel,
     vocab: usize,
     most: usize,
     found: Buffer<u8>,
@@ -93,6 +94,7 @@ impl Choose {
             parts: device.kernel(&ptx::CHOOSE, "best_of_parts")?,
             rows: device.kernel(&ptx::CHOOSE, "best_of_rows")?,
             sampler: device.kernel(&ptx::CHOOSE, "sample_rows")?,
+            follow: device.kernel(&ptx::CHOOSE, "follow")?,
             vocab,
             most: rows,
             found: Buffer::new(device, "the likeliest tokens", rows * vocab.div_ceil(PART) * FOUND)?,
@@ -177,6 +179,14 @@ impl Choose {
         let mut args = Args::new().with(logits).with(self.vocab as u32).with(picked).with(changed).with(to);
         // SAFETY: the kernel's parameters; the caller keeps logits and result, which have the stated shapes.
         unsafe { self.device.launch(&self.sampler, [asks.len(), 1, 1], SAMPLERS, 0, &mut args) }
+    }
+
+    /// Sets `tokens`, u32 `[rows]`, to what was `chosen`, u32 `[..][4]`: token `i` to that of row `from[i]`, u32 `[rows]`.
+    /// Where none was chosen, token 0 stands for it.
+    pub fn follow(&self, tokens: DevicePtr, from: DevicePtr, chosen: DevicePtr, rows: usize) -> Result<(), CudaError> {
+        let mut args = Args::new().with(tokens).with(from).with(chosen).with(rows as u32);
+        // SAFETY: the kernel's parameters; the caller keeps the memory, which has the stated shapes.
+        unsafe { self.device.launch(&self.follow, [rows.div_ceil(THREADS), 1, 1], THREADS, 0, &mut args) }
     }
 
     /// Appends the tokens that penalties touch, with how often the output has them; how many there are.

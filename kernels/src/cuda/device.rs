@@ -223,6 +223,47 @@ impl Drop for Device {
     }
 }
 
+/// A moment of the stream.
+pub(super) struct Event {
+    device: Arc<Device>,
+    event: sys::CUevent,
+}
+
+// SAFETY: a handle of the driver.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// One that was never recorded: waiting for it is no wait.
+    pub fn new(device: &Arc<Device>) -> Result<Event, CudaError> {
+        device.bind()?;
+        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+            .map_err(|e| CudaError::call("cuEventCreate", e))?;
+        Ok(Event { device: device.clone(), event })
+    }
+
+    /// It is when everything has been done that was asked for up to now.
+    pub fn record(&self) -> Result<(), CudaError> {
+        self.device.bind()?;
+        // SAFETY: event and stream are of this device.
+        unsafe { result::event::record(self.event, self.device.stream) }
+            .map_err(|e| CudaError::call("cuEventRecord", e))
+    }
+
+    /// Waits until it has been.
+    pub fn wait(&self) -> Result<(), CudaError> {
+        self.device.bind()?;
+        // SAFETY: an event of this device.
+        unsafe { result::event::synchronize(self.event) }.map_err(|e| CudaError::call("cuEventSynchronize", e))
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: the event is this value's.
+        let _ = self.device.bind().map(|()| unsafe { result::event::destroy(self.event) });
+    }
+}
+
 /// A recorded sequence of launches.
 pub struct Graph {
     device: Arc<Device>,

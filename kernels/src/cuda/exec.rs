@@ -5,13 +5,14 @@
 //! tokens is given, logits come back and the host chooses as it does for the CPU.
 
 mod head;
+mod later;
 
-use std::{borrow::Cow, ops::Range, sync::Arc};
+use std::{borrow::Cow, collections::VecDeque, ops::Range, sync::Arc};
 
 use quern_models::{ModelFile, ModelSpec, spec::Attn};
 
 pub use self::head::CudaHead;
-use self::head::Guesses;
+use self::{head::Guesses, later::Later};
 use super::{
     CudaError, Device, Upload,
     acts::Form,
@@ -62,6 +63,8 @@ pub struct CudaExecutor {
     states: Vec<f32>,
     /// Rows of the last pass, if its states are still there.
     waiting: usize,
+    /// Steps under way, the oldest first: at most two.
+    later: VecDeque<Later>,
 }
 
 /// Bytes that a model takes on a device.
@@ -163,7 +166,7 @@ impl CudaExecutor {
     }
 
     fn of(forward: Forward) -> CudaExecutor {
-        CudaExecutor { forward, ready: Ready::default(), states: vec![], waiting: 0 }
+        CudaExecutor { forward, ready: Ready::default(), states: vec![], waiting: 0, later: VecDeque::new() }
     }
 
     /// Bytes of one KV block of a model's layers from `first` on.
@@ -213,7 +216,7 @@ impl CudaExecutor {
             let stream = before.as_mut().map(|cpu| cpu.run(&plan_of(plan, &pass)));
             // The pass takes the place of the states of the one before.
             self.fetch()?;
-            self.forward.layers(plan, &pass, &numbers, stream, fed)?;
+            self.forward.layers(plan, &pass, &numbers, stream, fed, &[])?;
             self.waiting = pass.iter().map(|part| part.tokens.len()).sum();
             self.hidden(&states, &mut got)?;
             self.tokens(plan, states.len(), &rows, &mut got)?;
@@ -269,20 +272,20 @@ impl CudaExecutor {
             },
         };
         let mut chosen = asks.iter().zip(found).peekable();
+        let half = self.forward.half();
         for (i, wanted) in rows.iter().enumerate() {
             let chunk = &plan.chunks[wanted.chunk];
             let got = &mut got[wanted.chunk];
-            let plain = |token| Sampled { token, logprob: None, top: vec![] };
             if let Some((ask, found)) = chosen.next_if(|(ask, _)| ask.row == i) {
                 let token = match choose::chosen(found, vocab) {
                     Ok(Chosen::Token(token)) => Ok(token),
-                    Ok(Chosen::Host) => finish(&mut self.forward.logits(i)?, ask.params, ask.position),
+                    Ok(Chosen::Host) => finish(&mut self.forward.logits(half, i)?, ask.params, ask.position),
                     Err(error) => Err(error),
                 };
                 got.token(token.map(|token| Guesses::of(self.forward.model()).map(plain(token))));
                 continue;
             }
-            let logits = self.forward.logits(i)?;
+            let logits = self.forward.logits(half, i)?;
             let guesses = Guesses::of(self.forward.model());
             let mut logits = guesses.spread(logits);
             match &chunk.output {
@@ -292,6 +295,10 @@ impl CudaExecutor {
         }
         Ok(())
     }
+}
+
+fn plain(token: u32) -> Sampled {
+    Sampled { token, logprob: None, top: vec![] }
 }
 
 /// Rows of a pass whose hidden states are wanted, and those of the head; of Medusa, the last of each chunk.
@@ -448,11 +455,27 @@ impl Executor for CudaExecutor {
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError> {
         check(plan, self.forward.spec(), self.blocks())?;
         self.check_masks(plan)?;
+        self.land_all()?;
+        if let Some(ticket) = self.submit_later(plan, &[])? {
+            return Ok(ticket);
+        }
         let outputs = self.step(plan, None, &Fed::Nothing)?;
         Ok(self.ready.put(outputs))
     }
 
+    fn has_next(&self) -> bool {
+        self.forward.overlaps() && self.later.len() == 1 && self.later.iter().all(Later::is_known)
+    }
+
+    fn submit_next(&mut self, plan: &Plan, from: &[usize]) -> Result<Option<Ticket>, ExecError> {
+        check(plan, self.forward.spec(), self.blocks())?;
+        Ok(if self.has_next() { self.submit_later(plan, from)? } else { None })
+    }
+
     fn collect(&mut self, ticket: Ticket) -> Result<Vec<ChunkOutput>, ExecError> {
+        while self.later.front().is_some_and(|later| later.number <= ticket.0) {
+            self.land()?;
+        }
         self.ready.take(&ticket)
     }
 

@@ -21,11 +21,13 @@ use super::{
     attend::{Attend, Params},
     batch::{self, Batch, Cut, Shape},
     choose::{Ask, Choose},
+    device::Event,
     exec::{HEAD_ROWS, Part, table, widths},
     kv::KvPool,
     linear::{Linear, Output},
     model::{Input, Model},
     ops::{Ops, RopeAppend},
+    stage::Stages,
     weight::Weight,
 };
 use crate::{
@@ -46,6 +48,8 @@ pub(super) struct Forward {
     choose: Choose,
     bufs: Buffers,
     rows: usize,
+    /// Which half of the logits and of what is chosen from them belongs to the pass launched last.
+    half: usize,
     guessing: Option<Guessing>,
     kept: Option<Kept>,
     /// Recorded passes of single tokens, by their number, how attention's work is cut, and whether states are fused.
@@ -65,12 +69,13 @@ const MOST_PARTIALS: usize = 2 * 64 * 7 / 8 * 256;
 struct Buffers {
     /// Slots that are moved in a sequence, from and to: `[MOVED][2]`.
     moves: Buffer<u32>,
-    /// Tokens, positions, and the rows that something is wanted of: `[3][rows]`.
+    /// Tokens, positions, the rows that something is wanted of, and where tokens come from that the pass before
+    /// chooses: `[4][rows]`.
     numbers: Buffer<u32>,
-    numbers_host: Pinned<u32>,
+    numbers_host: Stages<u32>,
     /// Cosines, then sines, of each distinct rope: `[rows][head_dim / 2]`.
     angles: Buffer<f32>,
-    angles_host: Pinned<f32>,
+    angles_host: Stages<f32>,
     batch: Batch,
     /// Residual stream, `[m][hidden]`.
     x: Buffer<f32>,
@@ -85,12 +90,32 @@ struct Buffers {
     attended: Acts,
     inner: Acts,
     last: Acts,
-    /// `[HEAD_ROWS][vocab]`.
+    /// `[halves][HEAD_ROWS][vocab]`.
     logits: Buffer<f32>,
     /// `[HEAD_ROWS][hidden]`.
     states: Buffer<f32>,
-    /// `[HEAD_ROWS][4]`.
+    /// `[halves][HEAD_ROWS][4]`.
     best: Buffer<u32>,
+    /// What was chosen on its way to the host: one per half.
+    chosen: Vec<Landing>,
+}
+
+/// A copy on the host of what was chosen, and the moment from which it is there.
+struct Landing {
+    values: Pinned<u32>,
+    there: Event,
+}
+
+impl Landing {
+    fn new(device: &Arc<Device>) -> Result<Landing, CudaError> {
+        Ok(Landing { values: Pinned::new(device, 4 * HEAD_ROWS)?, there: Event::new(device)? })
+    }
+}
+
+/// A pass may be launched while the results of the one before have not been looked at, if all layers are here: its logits
+/// and choices have a half of their own. Heads, and layers behind others, have one.
+fn halves(spec: &ModelSpec, first: usize) -> usize {
+    if first == 0 && spec.draft_head.is_none() { 2 } else { 1 }
 }
 
 /// Sizes of the buffers.
@@ -133,14 +158,15 @@ impl Forward {
         let both = |a: &Angles| 2 * a.pairs();
         let sizes = Sizes::of(&spec.layers[first..], rows, model.widths(), model.angles.iter().map(both).sum());
         let ([hidden, attended, inner], forms) = (sizes.widths, model.forms());
+        let halves = halves(spec, first);
         let what = "buffers of a step";
         let new = |len: usize| Buffer::<f32>::new(&device, what, len);
         let mut bufs = Buffers {
             moves: Buffer::new(&device, what, 2 * MOVED)?,
-            numbers: Buffer::new(&device, what, 3 * rows)?,
-            numbers_host: Pinned::new(&device, 3 * rows)?,
+            numbers: Buffer::new(&device, what, 4 * rows)?,
+            numbers_host: Stages::new(&device, 4 * rows)?,
             angles: new(sizes.angles)?,
-            angles_host: Pinned::new(&device, sizes.angles)?,
+            angles_host: Stages::new(&device, sizes.angles)?,
             batch: Batch::new(&device, &shapes(&spec.layers[first..]), rows)?,
             x: new(rows * spec.hidden)?,
             x_host: (first > 0).then(|| Pinned::new(&device, rows * spec.hidden)).transpose()?,
@@ -150,9 +176,10 @@ impl Forward {
             attended: Acts::with(&device, form, forms[1], rows, attended)?,
             inner: Acts::with(&device, form, forms[2], rows, inner)?,
             last: Acts::with(&device, form, forms[3], HEAD_ROWS, hidden)?,
-            logits: new(HEAD_ROWS * spec.vocab)?,
+            logits: new(halves * HEAD_ROWS * spec.vocab)?,
             states: new(HEAD_ROWS * spec.hidden)?,
-            best: Buffer::new(&device, what, 4 * HEAD_ROWS)?,
+            best: Buffer::new(&device, what, halves * 4 * HEAD_ROWS)?,
+            chosen: (0..halves).map(|_| Landing::new(&device)).collect::<Result<_, _>>()?,
         };
         bufs.batch.lend(kv.spare());
         let mut linear = Linear::new(&device)?;
@@ -183,6 +210,7 @@ impl Forward {
             form,
             bufs,
             rows,
+            half: 0,
             guessing,
             kept: None,
             graphs: HashMap::new(),
@@ -205,12 +233,13 @@ impl Forward {
         });
         let widths = [wide(spec.hidden), wide(q), wide(inner)];
         let sizes = Sizes::of(layers, rows, widths, half.max().unwrap_or(0));
-        let floats = sizes.qkv + sizes.up + sizes.angles + rows * spec.hidden + HEAD_ROWS * (spec.vocab + spec.hidden);
+        let last = HEAD_ROWS * (halves(spec, first) * spec.vocab + spec.hidden);
+        let floats = sizes.qkv + sizes.up + sizes.angles + rows * spec.hidden + last;
         let shared = spec.draft_head.as_ref().is_some_and(|head| head.shared_head);
         let held = if shared { ALL } else { Model::held(file, first) };
         let acts: usize = widths.iter().map(|&w| Acts::bytes(form, held, rows, w)).sum();
         // Partial sums, of a device with as many multiprocessors as any has; floats that are converted on their way up.
-        let fixed = 4 * (rows * MOST_PARTIALS + 4 * rows + HEAD_ROWS + 2 * MOVED) + (48 << 20);
+        let fixed = 4 * (rows * MOST_PARTIALS + 4 * rows + 8 * HEAD_ROWS + 2 * MOVED) + (48 << 20);
         let last = Acts::bytes(form, held, HEAD_ROWS, widths[0]);
         let guess = Guessing::bytes(spec, form, held, rows);
         4 * floats + acts + last + Batch::bytes(&shapes(layers), rows) + fixed + guess
@@ -251,7 +280,8 @@ impl Forward {
 
     /// Runs the rows of a pass through all layers; they stay in the residual stream. `wanted` are those that
     /// [`Forward::normed`] and [`Forward::head`] will be asked for; `states` the residual stream, `[m][hidden]`, where
-    /// the layers here are not the first; `fed` what a head reads. Returns before the device is done.
+    /// the layers here are not the first; `fed` what a head reads; `from`, for each row of the pass, which row of what the
+    /// pass before chooses is its token, or nothing where tokens are known. Returns before the device is done.
     pub fn layers(
         &mut self,
         plan: &Plan,
@@ -259,8 +289,15 @@ impl Forward {
         wanted: &[u32],
         states: Option<&[f32]>,
         fed: &Fed,
+        from: &[u32],
     ) -> Result<(), CudaError> {
-        let m = self.upload(plan, pass, wanted, states)?;
+        let m = self.upload(plan, pass, wanted, states, from)?;
+        if !from.is_empty() {
+            let chosen = self.bufs.best.at(self.half * 4 * HEAD_ROWS);
+            let (tokens, from) = (self.bufs.numbers.at(0), self.bufs.numbers.at(3 * self.rows));
+            self.choose.follow(tokens, from, chosen, m)?;
+        }
+        self.half = (self.half + 1) % self.bufs.chosen.len();
         let fused = self.feed(pass, fed)?;
         if pass.iter().any(|part| part.tokens.len() > 1) || self.bufs.batch.copies().is_some() {
             return self.launch(m, fused);
@@ -296,44 +333,54 @@ impl Forward {
         pass: &[Part],
         wanted: &[u32],
         states: Option<&[f32]>,
+        from: &[u32],
     ) -> Result<usize, CudaError> {
-        // The pinned copies of the last pass may still be on their way.
-        self.device.synchronize()?;
+        if self.guessing.is_some() || states.is_some() {
+            // Pinned copies of the last pass's states may still be on their way.
+            self.device.synchronize()?;
+        }
         let rows = self.rows;
         let mut m = 0;
-        let mut positions = vec![];
+        let (mut tokens, mut positions) = (vec![], vec![]);
         let mut chunks = vec![];
         for part in pass {
             let chunk = &plan.chunks[part.chunk];
             let (start, end) = (chunk.start + part.tokens.start, chunk.start + part.tokens.end);
             chunks.push(batch::Chunk { rows: part.tokens.len(), start, blocks: table(chunk, end), mask: chunk.mask });
             for row in part.tokens.clone() {
-                let (position, token) = (chunk.position(row), chunk.tokens[row]);
-                let numbers = &mut self.bufs.numbers_host;
-                (numbers[m], numbers[rows + m]) = (token, position as u32);
-                positions.push(position);
+                tokens.push(chunk.tokens[row]);
+                positions.push(chunk.position(row));
                 m += 1;
             }
         }
-        self.bufs.numbers_host[2 * rows..][..wanted.len()].copy_from_slice(wanted);
-        // SAFETY: the pinned memory is next changed after the synchronisation at the top.
-        unsafe { self.bufs.numbers.write_async(0, &self.bufs.numbers_host, 2 * rows + wanted.len())? };
-        let mut at = 0;
-        for angles in &mut self.model.angles {
-            angles.turn_to(positions.iter().copied());
-            let (cos, sin) = angles.all();
-            let room = rows * angles.pairs();
-            self.bufs.angles_host[at..at + cos.len()].copy_from_slice(cos);
-            self.bufs.angles_host[at + room..at + room + sin.len()].copy_from_slice(sin);
-            at += 2 * room;
-        }
-        // SAFETY: as above.
-        unsafe { self.bufs.angles.write_async(0, &self.bufs.angles_host, at)? };
+        let Buffers { numbers, numbers_host, angles, angles_host, .. } = &mut self.bufs;
+        let len = if from.is_empty() { 2 * rows + wanted.len() } else { 3 * rows + m };
+        numbers_host.send(numbers, 0, len, |to| {
+            to[..m].copy_from_slice(&tokens);
+            to[rows..].iter_mut().zip(&positions).for_each(|(to, &position)| *to = position as u32);
+            to[2 * rows..][..wanted.len()].copy_from_slice(wanted);
+            if !from.is_empty() {
+                to[3 * rows..].copy_from_slice(from);
+            }
+        })?;
+        let pairs: Vec<usize> = self.model.angles.iter().map(Angles::pairs).collect();
+        let len = 2 * rows * pairs.iter().sum::<usize>();
+        self.model.angles.iter_mut().for_each(|angles| angles.turn_to(positions.iter().copied()));
+        angles_host.send(angles, 0, len, |to| {
+            let mut at = 0;
+            for angles in &self.model.angles {
+                let (cos, sin) = angles.all();
+                let room = rows * angles.pairs();
+                to[at..at + cos.len()].copy_from_slice(cos);
+                to[at + room..at + room + sin.len()].copy_from_slice(sin);
+                at += 2 * room;
+            }
+        })?;
         match (&mut self.bufs.x_host, states) {
             (Some(pinned), Some(states)) => {
                 assert_eq!(states.len(), m * self.file.spec().hidden, "residual stream of {m} rows");
                 pinned[..states.len()].copy_from_slice(states);
-                // SAFETY: as above.
+                // SAFETY: the pinned memory is next changed after the synchronisation at the top.
                 unsafe { self.bufs.x.write_async(0, pinned, states.len())? };
             }
             (None, None) => {}
@@ -446,7 +493,7 @@ impl Forward {
         let from = self.wanted(&rows);
         let (vocab, m) = (self.spec().vocab, rows.len());
         self.last(from, guess, m)?;
-        let to = self.bufs.logits.ptr();
+        let to = self.bufs.logits.at(self.half * HEAD_ROWS * vocab);
         let head = self.model.heads_of(guess);
         self.linear.run(&[head], &self.bufs.last, m, Output::Store { to, stride: vocab, bias: None })
     }
@@ -454,8 +501,15 @@ impl Forward {
     /// Tokens of rows of the last call of [`Forward::head`], as [`choose::chosen`](super::choose::chosen) understands
     /// them. A row that was asked for has its penalties and biases from then on.
     pub fn choose(&mut self, asks: &[Ask]) -> Result<Vec<[u32; 4]>, CudaError> {
-        let (logits, to) = (self.bufs.logits.ptr(), self.bufs.best.ptr());
-        let vocab = self.spec().vocab;
+        self.choose_later(asks)?;
+        self.chosen(self.half, asks.len())
+    }
+
+    /// The same, without waiting: [`Forward::chosen`] has them, of the [`Forward::half`] that it is now.
+    pub fn choose_later(&mut self, asks: &[Ask]) -> Result<(), CudaError> {
+        let (half, vocab) = (self.half, self.spec().vocab);
+        let (logits, first) = (self.bufs.logits.at(half * HEAD_ROWS * vocab), half * 4 * HEAD_ROWS);
+        let to = self.bufs.best.at(first);
         let plain =
             |(i, ask): (usize, &Ask)| ask.row == i && Need::of(ask.params, vocab, ask.position, None) == Need::Best;
         if asks.iter().enumerate().all(plain) {
@@ -463,16 +517,34 @@ impl Forward {
         } else {
             self.choose.sample(logits, asks, to)?;
         }
-        let mut found = vec![0; 4 * asks.len()];
-        self.bufs.best.read(0, &mut found)?;
-        Ok(found.as_chunks::<4>().0.to_vec())
+        let landing = &mut self.bufs.chosen[half];
+        // SAFETY: `chosen` reads it after the event; who has not read it, does not want it.
+        unsafe { self.bufs.best.read_async(first, &mut landing.values, 4 * asks.len())? };
+        landing.there.record()
     }
 
-    /// Logits of the `i`-th row of the last call of [`Forward::head`].
-    pub fn logits(&mut self, i: usize) -> Result<Vec<f32>, CudaError> {
+    /// What was chosen of `rows` rows of a half; waits for it.
+    pub fn chosen(&self, half: usize, rows: usize) -> Result<Vec<[u32; 4]>, CudaError> {
+        let Landing { values, there } = &self.bufs.chosen[half];
+        there.wait()?;
+        Ok(values[..4 * rows].as_chunks::<4>().0.to_vec())
+    }
+
+    /// The half of the pass launched last.
+    pub fn half(&self) -> usize {
+        self.half
+    }
+
+    /// Whether a pass may be launched before the results of the last one have been looked at.
+    pub fn overlaps(&self) -> bool {
+        self.bufs.chosen.len() > 1
+    }
+
+    /// Logits of the `i`-th row of the last call of [`Forward::head`] in a half.
+    pub fn logits(&mut self, half: usize, i: usize) -> Result<Vec<f32>, CudaError> {
         let vocab = self.spec().vocab;
         let mut logits = vec![0.0; vocab];
-        self.bufs.logits.read(i * vocab, &mut logits)?;
+        self.bufs.logits.read((half * HEAD_ROWS + i) * vocab, &mut logits)?;
         Ok(logits)
     }
 

@@ -1,9 +1,10 @@
 //! Running a [`ModelSpec`]: what the engine asks of a device and gets back.
 //!
 //! The interface is asynchronous so that a device can work while the engine schedules: `submit` a
-//! plan, later `collect` its tokens. The CPU computes inside `submit`. An executor keeps weights,
-//! activations and KV memory, and no scheduling state: which block belongs to whom is the plan's
-//! business. One dynamic call a step.
+//! plan, later `collect` its tokens. Where a device can, the step after it is submitted before that
+//! (`submit_next`), with rows that read the tokens to be chosen. The CPU computes inside `submit`.
+//! An executor keeps weights, activations and KV memory, and no scheduling state: which block
+//! belongs to whom is the plan's business. One dynamic call a step.
 
 mod angles;
 mod check;
@@ -136,9 +137,9 @@ impl Output<'_> {
     }
 }
 
-/// A submitted plan, to be collected once.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Ticket(u64);
+/// A submitted plan, to be collected once: the executor's number of it, larger for later ones.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Ticket(pub u64);
 
 /// Outputs of submitted steps that were not collected yet.
 #[derive(Default)]
@@ -150,9 +151,20 @@ pub(crate) struct Ready {
 impl Ready {
     /// Keeps a step's outputs under a new ticket.
     pub fn put(&mut self, outputs: Vec<ChunkOutput>) -> Ticket {
+        let number = self.number();
+        self.keep(number, outputs);
+        Ticket(number)
+    }
+
+    /// The number of a ticket whose outputs come later.
+    pub fn number(&mut self) -> u64 {
         self.next += 1;
-        self.outputs.insert(self.next, outputs);
-        Ticket(self.next)
+        self.next
+    }
+
+    /// Outputs of a ticket that has its number.
+    pub fn keep(&mut self, number: u64, outputs: Vec<ChunkOutput>) {
+        self.outputs.insert(number, outputs);
     }
 
     /// Hands them out, once.
@@ -172,6 +184,9 @@ pub enum ChunkOutput {
     Logits(Vec<f32>),
     /// Hidden states `[rows, hidden]`.
     Hidden(Vec<f32>),
+    /// Nothing: the device did not know the token that it was to read ([`Executor::submit_next`]). The step before gives
+    /// it, and it is to be computed as if it had not been.
+    Unknown,
 }
 
 /// In a chunk's blocks: a block that was given back because no new token sees it (all layers have a window).
@@ -270,6 +285,21 @@ pub enum ExecError {
 pub trait Executor: Send {
     /// Starts a step.
     fn submit(&mut self, plan: &Plan) -> Result<Ticket, ExecError>;
+
+    /// Whether [`Executor::submit_next`] may be called: the device can, and exactly one step is under way, all of whose
+    /// rows read tokens that it knew.
+    fn has_next(&self) -> bool {
+        false
+    }
+
+    /// Starts a step behind the one that is under way: each chunk is one token, which is the one that chunk `from[i]` of
+    /// that step chooses after its last row; what the chunks and their histories have in its place is not read. `None`:
+    /// such a step has to wait until the tokens are known, and nothing was started. What may start: [`Output::Tokens`]
+    /// without penalties, logprobs and allowed tokens.
+    fn submit_next(&mut self, plan: &Plan, from: &[usize]) -> Result<Option<Ticket>, ExecError> {
+        let _ = (plan, from);
+        Ok(None)
+    }
 
     /// Waits for a step and returns one output per chunk, in plan order.
     fn collect(&mut self, ticket: Ticket) -> Result<Vec<ChunkOutput>, ExecError>;

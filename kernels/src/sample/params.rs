@@ -69,7 +69,7 @@ impl SamplingParams {
     }
 
     /// Whether a penalty is on.
-    pub(crate) fn penalizes(&self) -> bool {
+    pub fn penalizes(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 

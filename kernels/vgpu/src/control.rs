@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int};
 
-use crate::driver::state;
+use crate::driver::{state, work::finish};
 use crate::settings::settings;
 
 /// Sets one thing by name; 1 if it was understood.
@@ -24,7 +24,10 @@ pub unsafe extern "C" fn vgpu_set(name: *const c_char, value: *const c_char) -> 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vgpu_take(what: *const c_char) -> *mut c_char {
     // SAFETY: the caller's promise.
-    let text = match unsafe { CStr::from_ptr(what) }.to_bytes() {
+    let what = unsafe { CStr::from_ptr(what) }.to_bytes();
+    // What it says of work is known when that is done; an error shows at the next call.
+    let _ = finish();
+    let text = match what {
         b"reports" => {
             std::mem::take(&mut state().reports).iter().map(|line| line.replace('\n', " ")).collect::<Vec<_>>()
         }

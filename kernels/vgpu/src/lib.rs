@@ -11,7 +11,7 @@
 //! cannot be changed: put [`library`] as `libcuda.so` into a folder on `LD_LIBRARY_PATH`, and use the environment:
 //! `VGPU_CHECK=1` (or `fatal`: a mistake is an error of the kernel), `VGPU_TRAFFIC=1`, `VGPU_LOG=1`, `VGPU_THREADS`,
 //! `VGPU_MEMORY=512M`, `VGPU_DRIVER_VERSION=12000`, `VGPU_SMS`, `VGPU_CC=8.6`, `VGPU_INTEGRATED=1`,
-//! `VGPU_FAIL=cuMemAlloc_v2:3:2` (function, which call, error).
+//! `VGPU_LAZY=1` (work is done when it is waited for), `VGPU_FAIL=cuMemAlloc_v2:3:2` (function, which call, error).
 //!
 //! What it does not do: CTAs run one after the other (a grid that waits for itself never ends), streams run in order
 //! of submission, approximate functions and sums of tensor cores differ from a device's in their last bits, and

@@ -26,6 +26,8 @@ pub struct Settings {
     pub traffic: bool,
     /// A line on stderr for each launch.
     pub log: bool,
+    /// Whether work is done as late as it may.
+    pub lazy: bool,
     /// Calls that fail: function, which call from now on (1: the next), error code.
     pub failures: Vec<(String, u64, u32)>,
     /// The error of every call from now on, or 0.
@@ -56,6 +58,7 @@ impl Settings {
             sharing: true,
             traffic: false,
             log: false,
+            lazy: false,
             failures: Vec::new(),
             lost: 0,
             calls: HashMap::new(),
@@ -70,6 +73,7 @@ impl Settings {
             ("VGPU_CHECK", "check"),
             ("VGPU_TRAFFIC", "traffic"),
             ("VGPU_LOG", "log"),
+            ("VGPU_LAZY", "lazy"),
             ("VGPU_FAIL", "fail"),
         ];
         for (variable, name) in names {
@@ -115,7 +119,7 @@ impl Settings {
                     self.failures.clear();
                 }
             }
-            ("check" | "integrated" | "sharing" | "traffic" | "log", _) => {
+            ("check" | "integrated" | "sharing" | "traffic" | "log" | "lazy", _) => {
                 let Some(on) = on(value) else { return false };
                 match name {
                     "check" => {
@@ -125,6 +129,7 @@ impl Settings {
                     "integrated" => self.integrated = on,
                     "sharing" => self.sharing = on,
                     "traffic" => self.traffic = on,
+                    "lazy" => self.lazy = on,
                     _ => self.log = on,
                 }
             }

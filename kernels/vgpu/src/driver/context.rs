@@ -44,6 +44,8 @@ api! {
     }
     fn cuDevicePrimaryCtxRelease_v2(device: c_int) needs Init {
         one_device(device)?;
+        // An error of the work is nobody's any more.
+        let _ = super::work::finish();
         let _device = super::device();
         let mut state = state();
         match state.retained {
@@ -93,7 +95,8 @@ api! {
         unsafe { put(device, 0) }
     }
     fn cuCtxSynchronize() needs Context {
-        super::stream::outside_of_captures()
+        super::stream::outside_of_captures()?;
+        super::work::finish()
     }
     fn cuCtxSetLimit(_limit: c_int, _value: usize) needs Context {
         Ok(())

@@ -139,10 +139,12 @@ api! {
     }
     fn cuMemFree_v2(at: u64) needs Context {
         super::stream::outside_of_captures()?;
+        let _ = super::work::finish();
         free_device_block(at)
     }
     fn cuMemFreeAsync(at: u64, stream: Handle) needs Context {
         super::stream::check(stream)?;
+        let _ = super::work::finish();
         free_device_block(at)
     }
     fn cuMemAllocManaged(to: *mut u64, bytes: usize, _flags: c_uint) needs Context {
@@ -160,6 +162,7 @@ api! {
         new_host_block(bytes, to)
     }
     fn cuMemFreeHost(at: Handle) needs Context {
+        let _ = super::work::finish();
         let _device = device();
         let mut state = state();
         let base = at as u64;

@@ -12,6 +12,8 @@ pub struct Event {
     reached: Option<Instant>,
     /// The capture in which it was recorded.
     pub capture: Option<usize>,
+    /// Work that was submitted before it.
+    behind: u64,
 }
 
 impl State {
@@ -25,8 +27,9 @@ fn record(event: Handle, stream: Handle) -> Result<(), Code> {
     let _device = super::device();
     let mut state = state();
     let capture = state.capture_of(stream)?;
+    let behind = state.submitted;
     let event = state.event(event)?;
-    event.capture = capture;
+    (event.capture, event.behind) = (capture, behind);
     if capture.is_none() {
         event.reached = Some(Instant::now());
     }
@@ -52,7 +55,7 @@ api! {
         let mut state = state();
         let handle = state.handle();
         // CU_EVENT_DISABLE_TIMING is 2.
-        state.events.insert(handle, Event { timed: flags & 2 == 0, reached: None, capture: None });
+        state.events.insert(handle, Event { timed: flags & 2 == 0, reached: None, capture: None, behind: 0 });
         // SAFETY: the caller's promise.
         unsafe { put(event, handle as Handle) }
     }
@@ -66,12 +69,21 @@ api! {
         record(event, stream)
     }
     fn cuEventSynchronize(event: Handle) needs Context {
-        if state().event(event)?.capture.is_some() { Err(super::CAPTURE_UNSUPPORTED) } else { Ok(()) }
+        let behind = {
+            let mut state = state();
+            let event = state.event(event)?;
+            if event.capture.is_some() {
+                return Err(super::CAPTURE_UNSUPPORTED);
+            }
+            event.behind
+        };
+        super::work::finish_until(behind)
     }
     fn cuEventQuery(event: Handle) needs Context {
         let mut state = state();
         let event = state.event(event)?;
-        if event.capture.is_some() { Err(NOT_READY) } else { Ok(()) }
+        let (captured, behind) = (event.capture.is_some(), event.behind);
+        if captured || behind > state.done { Err(NOT_READY) } else { Ok(()) }
     }
     fn cuEventElapsedTime(milliseconds: *mut f32, from: Handle, to: Handle) needs Context {
         // SAFETY: the caller's promise.
@@ -93,7 +105,12 @@ api! {
     }
     fn cuStreamQuery(stream: Handle) needs Context {
         super::stream::check(stream)?;
-        if state().capture_of(stream)?.is_some() { Err(super::CAPTURE_UNSUPPORTED) } else { Ok(()) }
+        let mut state = state();
+        match state.capture_of(stream)? {
+            Some(_) => Err(super::CAPTURE_UNSUPPORTED),
+            None if state.queue.is_empty() => Ok(()),
+            None => Err(NOT_READY),
+        }
     }
     fn cuLaunchHostFunc(stream: Handle, function: Option<unsafe extern "C" fn(Handle)>, data: Handle) needs Context {
         super::stream::check(stream)?;
@@ -101,6 +118,7 @@ api! {
         if state().capture_of(stream)?.is_some() {
             return Err(super::NOT_SUPPORTED);
         }
+        super::work::finish()?;
         let _device = super::device();
         // SAFETY: the caller's promise: the function may be called with this data.
         unsafe { function(data) };

@@ -91,7 +91,7 @@ api! {
         // Addresses were checked when they were captured; what was freed since is found now.
         for node in &nodes {
             super::work::check(&node.work)?;
-            super::work::run(&node.work)?;
+            super::work::begin(node.work.clone())?;
         }
         Ok(())
     }

@@ -12,10 +12,10 @@ mod event;
 mod graph;
 mod module;
 mod stream;
-mod work;
+pub mod work;
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::c_void;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
@@ -69,6 +69,11 @@ pub struct State {
     last_handle: usize,
     pub reports: Vec<String>,
     pub stats: BTreeMap<String, KernelStats>,
+    /// Work that was submitted and waits until somebody waits for it, where the device is lazy; how much was ever
+    /// submitted, and how much of it is done.
+    pub queue: VecDeque<work::Work>,
+    pub submitted: u64,
+    pub done: u64,
 }
 
 static STATE: LazyLock<Mutex<State>> = LazyLock::new(Mutex::default);

@@ -286,6 +286,7 @@ api! {
         load(image.as_ptr().cast(), to, &NO_LOG)
     }
     fn cuModuleUnload(module: Handle) needs Context {
+        let _ = super::work::finish();
         let _device = device();
         let mut state = state();
         let loaded = state.modules.remove(&(module as usize)).ok_or(INVALID_HANDLE)?;

@@ -113,7 +113,8 @@ api! {
             }
             return Err(CAPTURE_UNSUPPORTED);
         }
-        Ok(())
+        drop(state);
+        super::work::finish()
     }
     fn cuStreamGetFlags(stream: Handle, flags: *mut c_uint) needs Context {
         check(stream)?;

@@ -1,8 +1,11 @@
 //! What a stream does: launches, copies, fills. It is done at once, or becomes a node of a graph.
+//!
+//! A *lazy* device does it as late as it may: when somebody waits for it. Then what the host changes too early, or reads
+//! before it is there, shows in the results, as it may on a real device and seldom does.
 #![allow(non_snake_case)]
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::module::{Function, function};
 use super::{Code, Handle, INVALID_VALUE, NOT_SUPPORTED, State, api, device, put, state};
@@ -58,13 +61,57 @@ pub fn submit(stream: Handle, work: Work) -> Result<(), Code> {
         }
         capture
     };
-    if capture.is_some() { Ok(()) } else { run(&work) }
+    if capture.is_some() { Ok(()) } else { begin(work) }
+}
+
+/// Does work that was looked at, now or when it is waited for.
+pub fn begin(work: Work) -> Result<(), Code> {
+    let lazy = settings().lazy;
+    if !lazy {
+        finish()?;
+        return run(&work);
+    }
+    let mut state = state();
+    if let Some(code) = state.sticky {
+        return Err(code);
+    }
+    state.submitted += 1;
+    state.queue.push_back(work);
+    Ok(())
+}
+
+/// Does all work that waits.
+pub fn finish() -> Result<(), Code> {
+    let submitted = state().submitted;
+    finish_until(submitted)
+}
+
+/// Does the first so many pieces of all work, of all streams, in the order in which it was submitted: one that all streams
+/// allow.
+pub fn finish_until(count: u64) -> Result<(), Code> {
+    static TURN: Mutex<()> = Mutex::new(());
+    // Who comes second waits for what the first one does.
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    loop {
+        let work = {
+            let mut state = state();
+            if state.done >= count {
+                return Ok(());
+            }
+            state.done += 1;
+            state.queue.pop_front()
+        };
+        if let Some(work) = work {
+            run(&work)?;
+        }
+    }
 }
 
 /// Copies and fills that wait must not happen while something is captured.
 fn submit_and_wait(work: Work) -> Result<(), Code> {
     super::stream::outside_of_captures()?;
     check(&work)?;
+    finish()?;
     run(&work)
 }
 
