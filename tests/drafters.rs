@@ -232,10 +232,16 @@ fn texts_are_the_same_with_heads_on_a_gpu() {
     let gpu = quern_vgpu::load();
     gpu.set("check", "fatal");
     let mut drafted = 0;
-    let heads = [("heads/eagle1", "eagle:2"), ("heads/eagle3", "eagle:2x5"), ("heads/medusa", "medusa:2x6")];
-    for (name, method) in heads {
+    let heads = [
+        ("heads/eagle1", "models/llama", "eagle:2"),
+        ("heads/eagle3", "models/llama", "eagle:2x5"),
+        ("heads/medusa", "models/llama", "medusa:2x6"),
+        ("heads/dflash", "models/smollm3", "dflash:3"),
+        ("heads/dflash", "models/smollm3", "dflash:2x6"),
+    ];
+    for (name, model, method) in heads {
         let scratch = Scratch::new("heads-gpu");
-        let (file, head) = with_head(name, "models/llama", &scratch);
+        let (file, head) = with_head(name, model, &scratch);
         // A virtual GPU is slow.
         let all = requests(file.spec().vocab);
         let requests: Vec<Request> =

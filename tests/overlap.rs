@@ -314,11 +314,39 @@ fn texts_are_the_same_when_steps_overlap() {
             compared += tokens;
             let (steps, overlapped) = (stats.steps - before.steps, stats.overlapped - before.overlapped);
             println!("{what}: {overlapped} of {steps} steps overlapped, {} started again", stats.preemptions);
-            assert!(overlapped * 8 > steps, "{what}: {overlapped} of {steps}");
+            // How often texts are guessed instead depends on the machine's times.
+            let least = if speculation.method == Method::Off { steps / 8 } else { 0 };
+            assert!(overlapped > least, "{what}: {overlapped} of {steps}");
             assert!(blocks > 18 || sequences == 1 || stats.preemptions > 0, "{what}");
         }
     }
     println!("{compared} tokens");
+}
+
+/// Where the device leaves a choice to the host, the step behind has read another token, and is done again.
+#[test]
+fn choices_of_the_host_are_no_obstacle() {
+    let gpu = quern_vgpu::load();
+    gpu.set("check", "fatal");
+    let scratch = Scratch::new("overlap-host");
+    let (_, file) = kept(&fixture("models/smollm2-gptq-2layer"), &scratch);
+    // So many tokens are possible that the device cannot sort them.
+    let wild = |seed| SamplingParams { temperature: 8.0, top_p: 0.99, seed, ..SamplingParams::default() };
+    let request = |i: u64| Request {
+        prompt: vec![10 + i as u32, 400, 7],
+        max_tokens: 6,
+        sampling: if i == 1 { SamplingParams::greedy() } else { wild(i) },
+        ignore_eos: true,
+        ..Request::default()
+    };
+    let requests: Vec<Request> = (0..3).map(request).collect();
+    let options = EngineOptions { context: 32, sequences: 3, ..Run::GpuDefault.engine() };
+    let want = alone(Engine::new(file.clone(), options).unwrap(), &requests);
+    let mut engine = Engine::new(file, options).unwrap();
+    same("with choices of the host", &requests, &answer(&mut engine, &requests), &want);
+    let stats = engine.stats();
+    assert!(stats.overlapped >= 3 && stats.computed > 9 + 3 * 5, "nothing was done again: {stats:?}");
+    assert_eq!(gpu.reports(), Vec::<String>::new());
 }
 
 /// On a device that works as late as it may, a step whose numbers are changed or read too early gives other texts.

@@ -15,7 +15,7 @@ use quern_kernels::{
 use quern_models::{FloatType, ModelFile, Scheme, ZeroKind, spec::HeadKind};
 use support::{
     block_head, deviation,
-    guessing::{TEXT, medusa_rows, of_own, run, states, tree_and_paths},
+    guessing::{TEXT, block_of, medusa_rows, of_own, run, states, tree_and_paths},
     heads, int, made, plain, tokens,
 };
 
@@ -156,47 +156,7 @@ fn blocks_equal_the_oracle() {
         for (mode, kv, bound) in [(Mode::F32, KvType::F32, 2e-6), (Mode::Int8, KvType::F16, 0.03)] {
             for n in [1, 2, 15, 17, TEXT - 1] {
                 let run = |threads, size: usize, others: u32| {
-                    let mut executor = executor(&model, mode, kv, threads);
-                    let mut head = executor.head(file.clone()).unwrap();
-                    let states = states(&mut executor, &text, size);
-                    for (i, tokens) in text[1..n + 1].chunks(size).enumerate() {
-                        let start = i * size;
-                        let fed = Fed::Model(vec![&states[start * width..(start + tokens.len()) * width]]);
-                        let (blocks, mask, output) = (&[9, 2][..], Mask::Causal, Output::None);
-                        head.guess(&Plan { chunks: vec![Chunk { tokens, start, blocks, mask, output }] }, &fed)
-                            .unwrap();
-                    }
-                    let block = [text[n], 7, 7, 7, 7];
-                    let mut chunks: Vec<Chunk> = vec![];
-                    let beside: Vec<[u32; 1]> = (0..others).map(|o| [20 + o]).collect();
-                    for blocks in &beside {
-                        let (mask, output) = (Mask::Full, Output::Logits { from: 1 });
-                        chunks.push(Chunk { tokens: &block, start: 0, blocks, mask, output });
-                    }
-                    let (mask, output) = (Mask::Full, Output::Logits { from: 1 });
-                    chunks.push(Chunk { tokens: &block, start: n, blocks: &[9, 2], mask, output });
-                    let got = head.guess(&Plan { chunks }, &Fed::Nothing).unwrap().pop().unwrap();
-                    let ChunkOutput::Logits(logits) = got else { panic!("no logits") };
-                    let history = [&text[..n], &block].concat();
-                    let params = SamplingParams { temperature: 1.5, seed: 7, ..SamplingParams::greedy() };
-                    let output = Output::Tokens {
-                        from: 1,
-                        params: &params,
-                        history: &history,
-                        prompt_len: 1,
-                        logprobs: None,
-                        allowed: None,
-                    };
-                    let chunk = Chunk { tokens: &block, start: n, blocks: &[9, 2], mask, output };
-                    let got = head.guess(&Plan { chunks: vec![chunk] }, &Fed::Nothing).unwrap().remove(0);
-                    let ChunkOutput::Tokens(tokens) = got else { panic!("no tokens") };
-                    for (i, (row, token)) in logits.chunks_exact(290).zip(tokens).enumerate() {
-                        let position = n + 1 + i;
-                        let history = History { tokens: &history[..position], prompt_len: 1 };
-                        let want = sample_allowed(&mut row.to_vec(), &params, history, position as u64, None, None);
-                        assert_eq!(token.unwrap().token, want.unwrap().token);
-                    }
-                    (states, logits)
+                    block_of(&mut executor(&model, mode, kv, threads), &file, &text, n, size, others)
                 };
                 let (states, got) = run(2, 7, 0);
                 let context = states[..n * width].chunks_exact(width).map(<[f32]>::to_vec).collect();

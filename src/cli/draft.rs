@@ -65,10 +65,12 @@ pub fn give(
 /// practice. The CPU needs none.
 const TREE_BLOCKS: usize = 32;
 
-/// Makes room for trees on a GPU, if what [`of`] found is a head, which only one device with all layers can have.
-pub fn with_trees(options: EngineOptions, found: Option<&ModelFile>) -> EngineOptions {
+/// Makes room for trees on a GPU, if what [`of`] found for a model is a head, which only one device with all layers can
+/// have.
+pub fn with_trees(options: EngineOptions, model: &ModelFile, found: Option<&ModelFile>) -> EngineOptions {
     let head = found.is_some_and(|file| Method::of(file.spec()).branches());
-    let place = options.device != Device::Cpu && options.gpu_layers.is_none();
+    let all = options.gpu_layers.is_none_or(|layers| layers == model.spec().layers.len());
+    let place = options.device != Device::Cpu && all;
     EngineOptions { tree_blocks: if head && place { TREE_BLOCKS } else { 0 }, ..options }
 }
 

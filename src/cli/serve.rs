@@ -185,7 +185,7 @@ fn load(args: &ServeArgs, file: ModelFile, say: &dyn Fn(&str)) -> Result<(Worker
         return Err(RunError::Open(OpenError::Context { asked: args.engine.ctx, most }).into());
     }
     let small = draft::of(&args.engine, &file, true).map_err(|e| Usage(e.to_string()))?;
-    let options = draft::with_trees(engine_options(args, file.spec()), small.as_deref());
+    let options = draft::with_trees(engine_options(args, file.spec()), &file, small.as_deref());
     let options = args.engine.fitting(&file, options).map_err(RunError::Open)?;
     if options.batch_tokens == 1 && options.speculation.method != Method::Off {
         say("--batch-tokens 1 has no room for guesses: none are made");

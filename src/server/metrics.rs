@@ -192,6 +192,8 @@ impl Metrics {
             page.sample(name, &format!("position=\"{position}\""), count);
         }
         page.one("quern:steps_total", "counter", "Steps of the engine.", stats.steps);
+        let overlapped = "Steps that were started while the one before was under way.";
+        page.one("quern:steps_overlapped_total", "counter", overlapped, stats.overlapped);
         page.one("quern:tokens_computed_total", "counter", "Tokens computed, prompts and answers.", stats.computed);
         page.text += &process(http);
         page.text

@@ -224,6 +224,15 @@ impl CudaExecutor {
         Ok(got.into_iter().map(Got::done).collect())
     }
 
+    /// Takes the model's states as what blocks that are guessed see; gives nothing back.
+    pub(crate) fn context(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<ChunkOutput>, CudaError> {
+        (self.states, self.waiting) = (vec![], 0);
+        for pass in passes(plan, self.forward.rows(), 0) {
+            self.forward.context(plan, &pass, fed)?;
+        }
+        Ok(plan.chunks.iter().map(|_| ChunkOutput::None).collect())
+    }
+
     /// Copies the states of the last pass that are on the device.
     fn fetch(&mut self) -> Result<(), CudaError> {
         let rows = std::mem::take(&mut self.waiting);
@@ -334,7 +343,7 @@ impl Wanted {
     /// Tokens up to the one that follows, if tokens are wanted: their number is its position.
     fn history<'a>(&self, chunk: &Chunk<'a>, guesses: Guesses) -> Cow<'a, [u32]> {
         match chunk.output {
-            Output::Tokens { history, .. } => chunk.history(history, self.token, 1 + guesses.ahead()),
+            Output::Tokens { history, .. } => chunk.history(history, self.token, guesses.ahead()),
             _ => Cow::Borrowed(&[]),
         }
     }

@@ -25,7 +25,7 @@ use super::{
     exec::{HEAD_ROWS, Part, table, widths},
     kv::KvPool,
     linear::{Linear, Output},
-    model::{Input, Model},
+    model::{Input, LayerWeights, Model},
     ops::{Ops, RopeAppend},
     stage::Stages,
     weight::Weight,
@@ -394,6 +394,7 @@ impl Forward {
 
     /// All launches of the layers, for `m` rows; `fused`: states of a model go through `fuse` first.
     fn launch(&mut self, m: usize, fused: bool) -> Result<(), CudaError> {
+        let ropes = self.ropes();
         let Forward { model, kv, linear, ops, attend, bufs, rows, file, guessing, kept, .. } = self;
         let (spec, rows) = (file.spec(), *rows);
         let hidden = spec.hidden;
@@ -409,13 +410,6 @@ impl Forward {
             stride: hidden,
             bias: bias.as_ref().map(Buffer::ptr),
         };
-        let mut ropes = vec![];
-        let mut at = 0;
-        for angles in &model.angles {
-            let room = rows * angles.pairs();
-            ropes.push((bufs.angles.at(at), bufs.angles.at(at + room)));
-            at += 2 * room;
-        }
         let last = model.layers.len();
         let kept = kept.as_ref();
         let keep = |i: usize| match kept {
@@ -424,29 +418,21 @@ impl Forward {
         };
         for (i, (layer, shape)) in model.layers.iter().zip(&spec.layers[model.first..]).enumerate() {
             let Attn::Gqa { heads, scale, window, .. } = shape.attn;
-            let (q, kv_width) = widths(&shape.attn);
-            let stride = q + 2 * kv_width;
-            let qkv = bufs.qkv.ptr();
             keep(i)?;
             let input = match guessing {
-                Some(guessing) if i == 0 && model.wide() => &guessing.input,
+                Some(guessing) if i == 0 && model.wide() => Some(&guessing.input),
                 _ => {
                     norm(ops, &layer.attn_in, bufs.x.ptr(), None, &bufs.hidden, hidden, m)?;
-                    &bufs.hidden
+                    None
                 }
             };
-            let bias = layer.qkv_bias.as_ref().map(Buffer::ptr);
-            let [wq, wk, wv] = &layer.qkv;
-            linear.run(&[wq, wk, wv], input, m, Output::Store { to: qkv, stride, bias })?;
-            let norms = layer.qk_norm.as_ref().map(|(q, k, eps)| (q.ptr(), k.ptr(), *eps));
-            let what = RopeAppend { rope: layer.rope.map(|i| ropes[i]), norms, places: bufs.batch.places(), heads };
-            ops.rope_append(qkv, &what, kv, i, m)?;
+            keys(linear, ops, kv, bufs, layer, &shape.attn, &ropes, input, i, m)?;
             if let Some(copies) = bufs.batch.copies() {
                 ops.copy_slots(copies, false, kv, i)?;
             }
             let params = Params { layer: i, heads, scale, window };
             let order = layer.o_order.as_ref().map(Buffer::ptr);
-            attend.run(ops, qkv, kv, &params, &bufs.batch, order, &bufs.attended, m)?;
+            attend.run(ops, bufs.qkv.ptr(), kv, &params, &bufs.batch, order, &bufs.attended, m)?;
             linear.run(&[&layer.o], &bufs.attended, m, residual(&layer.o_bias))?;
             norm(ops, &layer.mlp_in, bufs.x.ptr(), None, &bufs.hidden, hidden, m)?;
             let inner = shape.mlp.inner();
@@ -463,6 +449,17 @@ impl Forward {
             linear.run(&[&layer.down], &bufs.inner, m, residual(&layer.down_bias))?;
         }
         keep(last)
+    }
+
+    /// Cosines and sines of each distinct rope.
+    fn ropes(&self) -> Vec<(DevicePtr, DevicePtr)> {
+        let mut at = 0;
+        let of = |angles: &Angles| {
+            let room = self.rows * angles.pairs();
+            at += 2 * room;
+            (self.bufs.angles.at(at - 2 * room), self.bufs.angles.at(at - room))
+        };
+        self.model.angles.iter().map(of).collect()
     }
 
     /// Moves keys and values from place to place (`block * 16 + slot`), in order.
@@ -553,6 +550,32 @@ impl Forward {
         assert!(rows.len() <= HEAD_ROWS && rows.end <= self.rows, "rows {rows:?}");
         self.bufs.numbers.at(2 * self.rows + rows.start)
     }
+}
+
+/// Queries, keys and values of `m` rows, of which the last two go to their places in the cache. `input`: what they are
+/// made of; `None`: the buffer of normed rows.
+#[allow(clippy::too_many_arguments)]
+fn keys(
+    linear: &mut Linear,
+    ops: &Ops,
+    kv: &KvPool,
+    bufs: &Buffers,
+    layer: &LayerWeights,
+    attn: &Attn,
+    ropes: &[(DevicePtr, DevicePtr)],
+    input: Option<&Acts>,
+    at: usize,
+    m: usize,
+) -> Result<(), CudaError> {
+    let Attn::Gqa { heads, .. } = *attn;
+    let (q, kv_width) = widths(attn);
+    let bias = layer.qkv_bias.as_ref().map(Buffer::ptr);
+    let [wq, wk, wv] = &layer.qkv;
+    let out = Output::Store { to: bufs.qkv.ptr(), stride: q + 2 * kv_width, bias };
+    linear.run(&[wq, wk, wv], input.unwrap_or(&bufs.hidden), m, out)?;
+    let norms = layer.qk_norm.as_ref().map(|(q, k, eps)| (q.ptr(), k.ptr(), *eps));
+    let what = RopeAppend { rope: layer.rope.map(|i| ropes[i]), norms, places: bufs.batch.places(), heads };
+    ops.rope_append(bufs.qkv.ptr(), &what, kv, at, m)
 }
 
 fn norm(

@@ -2,7 +2,7 @@
 
 use quern_kernels::{
     cuda::{
-        Buffer, Choose,
+        Buffer, Choose, Pinned,
         choose::{Ask, Chosen, chosen, read},
     },
     sample::{History, SamplingParams, finish, sample},
@@ -44,6 +44,53 @@ fn the_likeliest_token_is_the_samplers() {
             }
         }
     }
+}
+
+#[test]
+fn the_next_step_reads_the_tokens_that_were_chosen() {
+    let Some(device) = device("the_next_step_reads_the_tokens_that_were_chosen") else { return };
+    let choose = Choose::new(&device, 1, 10).unwrap();
+    // A token, none, one that the host has to choose, and a token.
+    let chosen = up(&device, &[[7, 1, 2, 1], [0, 0, 9, 0], [3, 0, 0, 2], [u32::MAX - 1, 0, 0, 1]].concat());
+    for rows in [1, 4, 255, 256, 257, 600] {
+        let from: Vec<u32> = (0..rows as u32).map(|i| (i * 7 + 3) % 4).collect();
+        let from_there = up(&device, &from);
+        let tokens = up(&device, &vec![100u32; rows + 1]);
+        choose.follow(tokens.ptr(), from_there.ptr(), chosen.ptr(), rows).unwrap();
+        let of = |&from: &u32| [7, 0, 0, u32::MAX - 1][from as usize];
+        let want: Vec<u32> = from.iter().map(of).chain([100]).collect();
+        assert_eq!(tokens.to_vec().unwrap(), want);
+    }
+}
+
+/// What the virtual GPU is for, where steps overlap: what is changed or read too early is seen to be.
+#[test]
+fn a_lazy_device_shows_what_comes_too_early() {
+    if std::env::var_os("QUERN_CUDA_DEVICE").is_some() {
+        return println!("SKIPPED a_lazy_device_shows_what_comes_too_early: the device is a real one");
+    }
+    let Some(device) = device("a_lazy_device_shows_what_comes_too_early") else { return };
+    let gpu = quern_vgpu::load();
+    let mut buffer: Buffer<u32> = Buffer::new(&device, "a test", 4).unwrap();
+    let [mut up, mut down] = [Pinned::<u32>::new(&device, 4).unwrap(), Pinned::new(&device, 4).unwrap()];
+    // Other tests' work goes on beside this and may end it at any time; at some time it does not.
+    let mut seen = [false; 2];
+    gpu.set("lazy", "1");
+    for round in 1..200 {
+        up.fill(round);
+        // SAFETY: of a virtual device, which copies when this thread, or another, waits; what it copies is the test.
+        unsafe {
+            buffer.write_async(0, &up, 4).unwrap();
+            buffer.read_async(0, &mut down, 4).unwrap();
+        }
+        seen[0] |= down[0] == round - 1;
+        up[3] = round + 1000;
+        device.synchronize().unwrap();
+        assert_eq!(down[..3], [round; 3]);
+        seen[1] |= down[3] == round + 1000;
+    }
+    gpu.set("lazy", "0");
+    assert_eq!(seen, [true; 2], "not lazy");
 }
 
 /// Logits as models give them, and as no model should.

@@ -1,6 +1,12 @@
 //! Passes of heads of a small random model.
 
-use quern_kernels::exec::{Chunk, ChunkOutput, Executor, Fed, HeadExecutor, Mask, Output, Plan, tree_mask};
+use std::sync::Arc;
+
+use quern_kernels::{
+    exec::{Chunk, ChunkOutput, Executor, Fed, HeadExecutor, Mask, Output, Plan, tree_mask},
+    sample::{History, SamplingParams, sample_allowed},
+};
+use quern_models::ModelFile;
 
 /// Tokens of a text.
 pub const TEXT: usize = 23;
@@ -132,4 +138,63 @@ pub fn tree_and_paths(
         paths.1.extend_from_slice(&given[given.len() - hidden..]);
     }
     [tree, paths]
+}
+
+/// The model's states, `[TEXT][width]`, and the logits of the block of [`block_head`](super::block_head) behind the first
+/// `n` tokens of a text, which reads states in chunks of `size`, with other blocks beside; the tokens of those rows are
+/// the plain sampler's.
+pub fn block_of(
+    executor: &mut dyn Executor,
+    file: &Arc<ModelFile>,
+    text: &[u32],
+    n: usize,
+    size: usize,
+    others: u32,
+) -> (Vec<f32>, Vec<f32>) {
+    let width = 2 * 72;
+    let mut head = executor.head(file.clone()).unwrap();
+    let states = states(executor, text, size);
+    for (i, tokens) in text[1..n + 1].chunks(size).enumerate() {
+        let start = i * size;
+        let fed = Fed::Model(vec![&states[start * width..(start + tokens.len()) * width]]);
+        let (blocks, mask, output) = (&[9, 2][..], Mask::Causal, Output::None);
+        head.guess(&Plan { chunks: vec![Chunk { tokens, start, blocks, mask, output }] }, &fed).unwrap();
+    }
+    let block = [text[n], 7, 7, 7, 7];
+    let mut chunks: Vec<Chunk> = vec![];
+    let beside: Vec<[u32; 1]> = (0..others).map(|o| [20 + o]).collect();
+    for blocks in &beside {
+        let (mask, output) = (Mask::Full, Output::Logits { from: 1 });
+        chunks.push(Chunk { tokens: &block, start: 0, blocks, mask, output });
+    }
+    // What lies behind the text's blocks is the head's own memory, where it has some.
+    let spare = head.spare();
+    let table: Vec<u32> = if others > 0 { [9, 2].into_iter().chain(spare.take(1)).collect() } else { vec![9, 2] };
+    let (mask, output) = (Mask::Full, Output::Logits { from: 1 });
+    chunks.push(Chunk { tokens: &block, start: n, blocks: &table, mask, output });
+    let got = head.guess(&Plan { chunks }, &Fed::Nothing).unwrap().pop().unwrap();
+    let ChunkOutput::Logits(logits) = got else { panic!("no logits") };
+    let history = [&text[..n], &block].concat();
+    let warm = SamplingParams { temperature: 1.5, seed: 7, ..SamplingParams::greedy() };
+    for params in [warm, SamplingParams::greedy()] {
+        let output = Output::Tokens {
+            from: 1,
+            params: &params,
+            history: &history,
+            prompt_len: 1,
+            logprobs: None,
+            allowed: None,
+        };
+        let chunk = Chunk { tokens: &block, start: n, blocks: &table, mask, output };
+        let got = head.guess(&Plan { chunks: vec![chunk] }, &Fed::Nothing).unwrap().remove(0);
+        let ChunkOutput::Tokens(tokens) = got else { panic!("no tokens") };
+        assert_eq!(tokens.len(), 4);
+        for (i, (row, token)) in logits.chunks_exact(290).zip(tokens).enumerate() {
+            let position = n + 1 + i;
+            let history = History { tokens: &history[..position], prompt_len: 1 };
+            let want = sample_allowed(&mut row.to_vec(), &params, history, position as u64, None, None);
+            assert_eq!(token.unwrap().token, want.unwrap().token);
+        }
+    }
+    (states, logits)
 }

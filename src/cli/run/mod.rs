@@ -162,7 +162,7 @@ pub fn main(args: RunArgs) -> Result<(), RunError> {
     let small = super::draft::of(&args.engine, &file, false);
     let small = small.map_err(|Misfit { flag, reason }| RunError::Flag { flag, reason })?;
     let options = EngineOptions { sequences, ..args.engine.options() };
-    let options = args.engine.fitting(&file, super::draft::with_trees(options, small.as_deref()))?;
+    let options = args.engine.fitting(&file, super::draft::with_trees(options, &file, small.as_deref()))?;
     let most_context = file.spec().max_context;
     let progress = super::upload::progress(file.file_len());
     let mut engine = Engine::open(Arc::new(file), options, progress)?;

@@ -21,6 +21,9 @@ use crate::{
     sample::Sampled,
 };
 
+/// Blocks for the rows of blocks that are guessed, as on the CPU: enough for a few sequences at once.
+const SPARE: usize = 32;
+
 /// A head of a model on the model's device. It runs between the model's steps.
 pub struct CudaHead {
     executor: CudaExecutor,
@@ -31,16 +34,14 @@ impl CudaExecutor {
     pub(super) fn head_of(&mut self, file: Arc<ModelFile>) -> Result<CudaHead, ExecError> {
         check_head(self.forward.spec(), file.spec())?;
         let head = file.spec().draft_head.as_ref().expect("checked above");
-        let refused = |what, expected: &str, got: String| Err(ExecError::Head { what, expected: expected.into(), got });
-        if let HeadKind::Block { .. } = head.kind {
-            return refused("kind on a GPU", "eagle, mtp or medusa", head.method().into());
-        }
         if self.forward.model().first > 0 {
-            return refused("needs", "all layers of the model on one device", self.describe());
+            let (expected, got) = ("all layers of the model on one device".into(), self.describe());
+            return Err(ExecError::Head { what: "needs", expected, got });
         }
         let (form, kind, device) = (self.forward.form(), self.forward.kv().kind(), self.device().clone());
         let (ordinal, blocks, rows) = (device.info().ordinal, self.blocks(), self.forward.rows());
-        let tree_blocks = self.forward.kv().spare().len();
+        // What a block's rows lie in, or paths of trees.
+        let tree_blocks = if is_block(head) { SPARE } else { self.forward.kv().spare().len() };
         let options = CudaOptions { ordinal, blocks, form, kv: kind, rows, tree_blocks };
         CudaPlan::of(&file, &options, 0).check("the head", &device, None)?;
         let mut upload = Upload::new(&device, Box::new(|_| {}))?;
@@ -58,10 +59,15 @@ impl CudaExecutor {
 
 impl HeadExecutor for CudaHead {
     fn guess(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<ChunkOutput>, ExecError> {
-        check(plan, self.executor.forward.spec(), self.executor.blocks())?;
+        let block = self.is_block();
+        let spare = if block { self.spare().len() } else { 0 };
+        check(plan, self.executor.forward.spec(), self.executor.blocks() + spare)?;
         check_fed(plan, fed, self.executor.forward.spec())?;
         self.executor.check_masks(plan)?;
-        Ok(self.executor.step(plan, None, fed)?)
+        match fed {
+            Fed::Model(_) if block => Ok(self.executor.context(plan, fed)?),
+            _ => Ok(self.executor.step(plan, None, fed)?),
+        }
     }
 
     fn own(&mut self) -> Result<&[f32], ExecError> {
@@ -72,10 +78,29 @@ impl HeadExecutor for CudaHead {
         self.executor.copy_block(from, to)
     }
 
+    fn spare(&self) -> std::ops::Range<u32> {
+        if self.is_block() { self.executor.forward.kv().spare() } else { 0..0 }
+    }
+
     fn tree_leaves(&self) -> usize {
+        if self.is_block() {
+            // A block gives the tokens of every place of a tree at once.
+            return usize::MAX;
+        }
         // A chain's rows lie where the text goes on, and need none.
         (self.executor.forward.kv().spare().len() / 2).max(1)
     }
+}
+
+impl CudaHead {
+    fn is_block(&self) -> bool {
+        self.executor.forward.spec().draft_head.as_ref().is_some_and(is_block)
+    }
+}
+
+/// Whether a head guesses blocks at once.
+fn is_block(head: &Head) -> bool {
+    matches!(head.kind, HeadKind::Block { .. })
 }
 
 /// What an executor's own tokens are, and which it guesses.
@@ -93,9 +118,10 @@ impl<'a> Guesses<'a> {
         Guesses { head: guess.map(|g| &g.head), tokens: guess.map_or(&[], |g| &g.tokens) }
     }
 
-    /// Tokens behind the next that a row's first guess is: the history of a head has one more.
+    /// How far behind its own position a row's first token is: that of a model the next, of a head the one behind that,
+    /// of a block's row its own.
     pub fn ahead(self) -> usize {
-        usize::from(self.head.is_some())
+        self.head.map_or(1, |head| if is_block(head) { 0 } else { 2 })
     }
 
     /// Medusa's guesses after the last row of a chunk.

@@ -8,7 +8,7 @@ use quern_models::{
     spec::{Head, HeadKind, States},
 };
 
-use super::{Forward, norm};
+use super::{Forward, keys, norm};
 use crate::{
     cpu::acts::Forms,
     cuda::{
@@ -20,7 +20,7 @@ use crate::{
         model::{Guess, Input, Model},
         ops::Ops,
     },
-    exec::Fed,
+    exec::{Fed, Plan},
 };
 
 /// Buffers of a head's pass.
@@ -104,6 +104,9 @@ impl Guessing {
         m: usize,
     ) -> Result<(), CudaError> {
         let guess = model.guess.as_ref().expect("a head");
+        if let (HeadKind::Block { .. }, Some(embed)) = (&guess.head.kind, &model.embed) {
+            return linear.embed(embed, numbers[0], None, x, m);
+        }
         if let (true, Some(fuse)) = (fused, &guess.fuse) {
             ops.rows(self.fed.ptr(), None, fuse.k, &self.input, m)?;
             linear.run(&[fuse], &self.input, m, Output::Store { to: x, stride: fuse.n, bias: None })?;
@@ -205,6 +208,28 @@ impl Forward {
         // SAFETY: the pinned memory is next changed by the next pass, after it has waited for the stream.
         unsafe { to.write_async(0, &guessing.fed_host, len)? };
         Ok(fused)
+    }
+
+    /// Keys and values of a pass's states, for blocks that are guessed to see: of a head that guesses blocks, fed with the
+    /// model's states. Returns before the device is done.
+    pub fn context(&mut self, plan: &Plan, pass: &[Part], fed: &Fed) -> Result<(), CudaError> {
+        let m = self.upload(plan, pass, &[], None, &[])?;
+        let fused = self.feed(pass, fed)?;
+        let ropes = self.ropes();
+        let Forward { model, kv, linear, ops, bufs, file, guessing, .. } = self;
+        let (spec, x) = (file.spec(), bufs.x.ptr());
+        let (Some(guessing), Some(guess)) = (guessing, &model.guess) else { unreachable!("a head has both") };
+        let state_norm = guess.state_norm.as_ref().expect("a head of blocks has it").norm();
+        if let (true, Some(fuse)) = (fused, &guess.fuse) {
+            ops.rows(guessing.fed.ptr(), None, fuse.k, &guessing.input, m)?;
+            linear.run(&[fuse], &guessing.input, m, Output::Store { to: x, stride: fuse.n, bias: None })?;
+        }
+        for (i, (layer, shape)) in model.layers.iter().zip(&spec.layers).enumerate() {
+            let order = layer.attn_in.order.as_ref().map(Buffer::ptr);
+            ops.norm(x, None, &state_norm, order, spec.hidden, &bufs.hidden, m)?;
+            keys(linear, ops, kv, bufs, layer, &shape.attn, &ropes, None, i, m)?;
+        }
+        Ok(())
     }
 
     /// What the head, or one of Medusa's, reads of the rows that `from`, u32 `[m]`, names.
