@@ -16,12 +16,14 @@ mod codes;
 mod ints;
 mod loops;
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod wide;
 
 use std::ops::Range;
 
 use super::kv::{KvMemory, KvType};
 #[cfg(target_arch = "x86_64")]
-use super::lanes::Avx2;
+use super::lanes::{Avx2, Avx512};
 #[cfg(target_arch = "aarch64")]
 use super::lanes::Neon;
 use super::lanes::{Kind, Portable, Simd};
@@ -46,6 +48,12 @@ macro_rules! run {
             (Kind::Avx2, KvType::F32) => $f::<Avx2, Single> $args,
             #[cfg(target_arch = "x86_64")]
             (Kind::Avx2, KvType::Int8) => $f::<Avx2, Codes> $args,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx512, KvType::F16) => $f::<Avx512, Half> $args,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx512, KvType::F32) => $f::<Avx512, Single> $args,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx512, KvType::Int8) => $f::<Avx512, Codes> $args,
             #[cfg(target_arch = "aarch64")]
             (Kind::Neon, KvType::F16) => $f::<Neon, Half> $args,
             #[cfg(target_arch = "aarch64")]
@@ -388,7 +396,7 @@ pub fn merge(simd: Simd, partials: &[f32], out: &mut [f32]) {
         match simd.kind() {
             Kind::Portable => merge_in::<Portable>(partials, out),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2 => merge_in::<Avx2>(partials, out),
+            Kind::Avx2 | Kind::Avx512 => merge_in::<Avx2>(partials, out),
             #[cfg(target_arch = "aarch64")]
             Kind::Neon => merge_in::<Neon>(partials, out),
         }

@@ -95,7 +95,9 @@ impl Isa {
     pub fn simd(&self) -> Simd {
         match self.level {
             Level::Scalar => Simd::PORTABLE,
-            Level::Avx2 | Level::AvxVnni | Level::Avx512 | Level::Neon | Level::NeonI8mm => Simd::detect(),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 | Level::AvxVnni => Simd::without_avx512(),
+            _ => Simd::detect(),
         }
     }
 

@@ -13,6 +13,9 @@ pub(crate) enum Kind {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// AVX2 but for attention over many rows, which works on sixteen lanes.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
     #[cfg(target_arch = "aarch64")]
     Neon,
 }
@@ -33,6 +36,9 @@ impl Simd {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
             found.push(Simd(Kind::Avx2));
+            if is_x86_feature_detected!("avx512f") {
+                found.push(Simd(Kind::Avx512));
+            }
         }
         // Part of every processor that this target is compiled for.
         #[cfg(target_arch = "aarch64")]
@@ -40,12 +46,20 @@ impl Simd {
         found
     }
 
-    /// `portable`, `avx2`, `neon`.
+    /// The best one for this CPU that uses no AVX-512.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn without_avx512() -> Simd {
+        Simd::available().into_iter().rfind(|simd| simd.0 != Kind::Avx512).unwrap_or(Simd::PORTABLE)
+    }
+
+    /// `portable`, `avx2`, `avx512`, `neon`.
     pub fn name(self) -> &'static str {
         match self.0 {
             Kind::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512 => "avx512",
             #[cfg(target_arch = "aarch64")]
             Kind::Neon => "neon",
         }
@@ -161,7 +175,7 @@ pub(crate) unsafe fn polynomial<V: Lanes>(c: &[f32], r: V) -> V {
 const EXP: [f32; 7] = [0.001_381_446_7, 0.008_368_781, 0.041_668_393, 0.166_665_2, 0.499_999_94, 1.0, 1.0];
 
 /// 2^r for |r| <= 1/2: least relative error (6e-9) with the last two fixed, so 2^0 is 1.
-const EXP2: [f32; 7] =
+pub(crate) const EXP2: [f32; 7] =
     [0.000_153_925_46, 0.001_338_944_5, 0.009_618_276, 0.055_503_644, 0.240_226_49, std::f32::consts::LN_2, 1.0];
 
 /// The specification.
@@ -255,7 +269,72 @@ fn widen(bits: [u16; 8]) -> [f32; 8] {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx2::Avx2;
+pub(crate) use {avx2::Avx2, avx512::Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use super::{Avx2, Lanes};
+
+    /// The eight lanes of AVX2, on a CPU that has AVX-512 F, too.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Avx512(pub Avx2);
+
+    macro_rules! op {
+        ($($name:ident($($arg:ident),*);)*) => {$(
+            #[inline(always)]
+            fn $name(self, $($arg: Self),*) -> Self {
+                Avx512(self.0.$name($($arg.0),*))
+            }
+        )*};
+    }
+
+    impl Lanes for Avx512 {
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> Self {
+            // SAFETY: the caller's promise; so for all.
+            Avx512(unsafe { Avx2::splat(x) })
+        }
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> Self {
+            // SAFETY: see `splat`.
+            Avx512(unsafe { Avx2::load(p) })
+        }
+        #[inline(always)]
+        unsafe fn load_f16(p: *const u16) -> Self {
+            // SAFETY: see `splat`.
+            Avx512(unsafe { Avx2::load_f16(p) })
+        }
+        #[inline(always)]
+        unsafe fn store(self, p: *mut f32) {
+            // SAFETY: see `splat`.
+            unsafe { self.0.store(p) }
+        }
+        op! {
+            add(b);
+            sub(b);
+            mul(b);
+            div(b);
+            max(b);
+            min(b);
+            fma(b, c);
+            fnma(b, c);
+            select(yes, no);
+            exp2_of_magic();
+        }
+        #[inline(always)]
+        fn any_gt(self, b: Self) -> bool {
+            self.0.any_gt(b.0)
+        }
+        #[inline(always)]
+        fn to_array(self) -> [f32; 8] {
+            self.0.to_array()
+        }
+        #[inline(always)]
+        fn prefetch(p: *const u8) {
+            Avx2::prefetch(p);
+        }
+    }
+}
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {

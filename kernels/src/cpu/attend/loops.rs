@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::super::kv::BLOCK;
 #[cfg(target_arch = "x86_64")]
-use super::super::lanes::Avx2;
+use super::super::lanes::{Avx2, Avx512};
 #[cfg(target_arch = "aarch64")]
 use super::super::lanes::Neon;
 use super::super::lanes::{Lanes, Portable, exp2, greatest};
@@ -24,6 +24,10 @@ pub(super) trait Element {
     /// # Safety
     /// The CPU can run `V`; `p` is valid for reading 8 elements.
     unsafe fn load<V: Lanes>(p: *const Self::Raw) -> V;
+    /// # Safety
+    /// The CPU has AVX-512 F; `p` is valid for reading 16 elements.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn load_wide(p: *const Self::Raw) -> std::arch::x86_64::__m512;
     /// `acc[v] += x[v] * p`, each rounded once.
     ///
     /// # Safety
@@ -51,6 +55,13 @@ impl Element for Half {
         // SAFETY: the caller's promise.
         unsafe { V::load_f16(p) }
     }
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn load_wide(p: *const u16) -> std::arch::x86_64::__m512 {
+        use std::arch::x86_64::*;
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
     #[inline(always)]
     unsafe fn fma<V: Ints, const N: usize>(acc: &mut [V; N], x: [V; N], p: *const u16) {
         // SAFETY: the caller's promise.
@@ -74,6 +85,12 @@ impl Element for Single {
     unsafe fn load<V: Lanes>(p: *const f32) -> V {
         // SAFETY: the caller's promise.
         unsafe { V::load(p) }
+    }
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn load_wide(p: *const f32) -> std::arch::x86_64::__m512 {
+        // SAFETY: the caller's promise.
+        unsafe { std::arch::x86_64::_mm512_loadu_ps(p) }
     }
 }
 
@@ -251,6 +268,8 @@ macro_rules! loops {
 loops!(Portable);
 #[cfg(target_arch = "x86_64")]
 loops!(Avx2, target_feature(enable = "avx2,fma,f16c"));
+#[cfg(target_arch = "x86_64")]
+loops!(Avx512, target_feature(enable = "avx2,fma,f16c"));
 #[cfg(target_arch = "aarch64")]
 loops!(Neon);
 
@@ -398,7 +417,7 @@ unsafe fn weigh_all<V: Loops, const N: usize>(t: Tile) {
 }
 
 /// Columns per round of the loop over `d`, a divisor of 8.
-const UNROLL: usize = 4;
+pub(super) const UNROLL: usize = 4;
 
 /// Weights of 16 scores under the running maximum, which they may raise.
 ///
@@ -419,7 +438,7 @@ pub(super) unsafe fn weigh<V: Loops>(x0: V, x1: V, t: Tile) -> (V, V) {
 
 /// How far, in powers of two, scores may pass the running maximum before it is raised. Weights grow to 2^8 at most,
 /// which f32 does not mind, and all but the first block of a split are usually spared the rescaling.
-const SLACK: f32 = 8.0;
+pub(super) const SLACK: f32 = 8.0;
 
 /// Raises the running maximum to the greatest lane of `top` and scales what was summed under the old one.
 ///
@@ -528,7 +547,7 @@ unsafe fn values<V: Ints, E: Element, const N: usize, const STRIP: usize, const 
 /// # Safety
 /// As [`values`].
 #[inline(always)]
-unsafe fn strip<V: Ints, E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
+pub(super) unsafe fn strip<V: Ints, E: Element, const N: usize, const STRIP: usize, const AHEAD: bool>(
     tokens: Range<usize>,
     at: *const E::Raw,
     next: *const u8,

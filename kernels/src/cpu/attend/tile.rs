@@ -11,13 +11,23 @@ use std::ops::Range;
 use super::super::kv::{BLOCK, KvMemory, KvType, SCALES, copy_slot};
 use super::super::lanes::{Lanes, Portable, sum};
 use super::loops::{Element, Loops, Single, Tile};
+#[cfg(target_arch = "x86_64")]
+use super::wide;
 use super::{Line, SPLIT};
 
 /// Vectors of a full tile: two accumulators each, two registers for keys or values, one for the broadcast.
 pub(super) const TILE: usize = 6;
 
+/// Vectors of a full tile on sixteen lanes: of 32 registers 24 are accumulators of values.
+pub(super) const WIDE_TILE: usize = 12;
+
 /// How a (block, head) is stored, and what a group does with one.
 pub(super) trait Storage {
+    /// Vectors of a full tile.
+    fn tile<V: Loops>() -> usize {
+        TILE
+    }
+
     /// Fills in the scaled queries of a state.
     ///
     /// # Safety
@@ -209,7 +219,7 @@ impl<'s> State<'s> {
             at = unsafe { at.add(size) };
             start.cast::<f32>()
         });
-        let count = n.div_ceil(TILE);
+        let count = n.div_ceil(S::tile::<V>());
         let tiles = ((n / count, count - n % count), (n / count + 1, n % count));
         let all = Tile { w, m, l, unit, o, d };
         let state = State { q, q_unit, all, wide, vectors: n, tiles, scratch: PhantomData };
@@ -372,11 +382,15 @@ unsafe fn own_blocks<V: Loops, S: Storage>(
 }
 
 impl<E: Element> Storage for E {
+    fn tile<V: Loops>() -> usize {
+        if V::WIDE { WIDE_TILE } else { TILE }
+    }
+
     unsafe fn queries<V: Loops>(g: &Group, s: &State) {
         let d = g.head_dim;
         let scale = g.scale();
         for (first, len) in s.tiles() {
-            let mut from = [&g.q[..0]; TILE];
+            let mut from = [&g.q[..0]; WIDE_TILE];
             for (j, from) in from[..len].iter_mut().enumerate() {
                 *from = g.query(first + j);
             }
@@ -396,10 +410,10 @@ impl<E: Element> Storage for E {
         // SAFETY: V lies behind K^T; the arrays of `s` have the sizes that the callees need.
         unsafe {
             let (v, next_v) = (k.add(BLOCK * d), next.add(BLOCK * d));
-            if E::CONVERTED && s.vectors > TILE {
-                V::widen::<E>(k, next, s.wide, BLOCK * d);
+            if E::CONVERTED && s.vectors > Self::tile::<V>() {
+                widen::<V, E>(k, next, s.wide, BLOCK * d);
                 all_scores::<V, Single>(g, s, start, full, s.wide, s.wide);
-                V::widen::<E>(v, next_v, s.wide, BLOCK * d);
+                widen::<V, E>(v, next_v, s.wide, BLOCK * d);
                 all_values::<V, Single>(g, s, start, full, s.wide, s.wide);
             } else {
                 all_scores::<V, E>(g, s, start, full, k, next);
@@ -453,6 +467,25 @@ unsafe fn weigh_seen<V: Loops>(g: &Group, s: &State, start: usize, vectors: Rang
     }
 }
 
+/// Vectors of a tile that has the loops on eight lanes in any case: so few wait for memory.
+#[cfg(target_arch = "x86_64")]
+const NARROW: usize = 3;
+
+/// `V::widen`.
+///
+/// # Safety
+/// As `widen`; `n` is a multiple of 16.
+unsafe fn widen<V: Loops, E: Element>(from: *const E::Raw, next: *const E::Raw, to: *mut f32, n: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        #[cfg(target_arch = "x86_64")]
+        if V::WIDE {
+            return wide::widen::<E>(from, next, to, n);
+        }
+        V::widen::<E>(from, next, to, n);
+    }
+}
+
 /// `V::scores` for a tile of `n` vectors.
 ///
 /// # Safety
@@ -467,6 +500,10 @@ unsafe fn scores_of<V: Loops, E: Element, const AHEAD: bool>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
+        #[cfg(target_arch = "x86_64")]
+        if V::WIDE && n > NARROW {
+            return wide::scores_of::<E, AHEAD>(n, q, k, next, full, t);
+        }
         match n {
             1 => V::scores::<E, 1, AHEAD>(q, k, next, full, t),
             2 => V::scores::<E, 2, AHEAD>(q, k, next, full, t),
@@ -491,6 +528,10 @@ unsafe fn values_of<V: Loops, E: Element, const AHEAD: bool>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
+        #[cfg(target_arch = "x86_64")]
+        if V::WIDE && n > NARROW {
+            return wide::values_of::<E, AHEAD>(n, tokens, at, next, t);
+        }
         match n {
             1 => V::values::<E, 1, 8, AHEAD>(tokens, at, next, t),
             2 => V::values::<E, 2, 4, AHEAD>(tokens, at, next, t),
