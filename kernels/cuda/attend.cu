@@ -9,8 +9,8 @@
 // tables in which the tokens of their path lie one behind the other (copy_slots of ops.cu).
 //
 // Tensor cores (m16n8k16, f16 in, f32 sums): S = Q K^T, then O += P V and, with a column of ones, l += P 1. Queries
-// become f16 under a power of two per vector. int8 keys are exact integers in f16, their scales multiply the scores;
-// int8 values become f16 under their scales. Two ways to cut a step, which do the same operations in the same order:
+// become f16 under a power of two per vector. int8 and fp8 keys are exact in f16, their scales multiply the scores;
+// such values become f16 under their scales. Two ways to cut a step, which do the same operations in the same order:
 // - wide, for many rows: 64 vectors, 16 to a warp, which has all keys and columns. The layouts of accumulators and of
 //   the left operand are such that P never leaves the registers (as in FlashAttention-2).
 // - narrow, for few: 16 vectors; the four warps share the keys of S and the columns of O, and P goes by shared memory.
@@ -229,16 +229,29 @@ DEVICE Codes load_codes(const Span& s, u32 key, u32 column) {
     return c;
 }
 
-// Keys as integers and their scales to `scales`, values under their scales.
-template <int D>
+// Four e4m3 codes. Every one is an f16, but for the exponent's bias: 2^8 times as large as the same bits there.
+DEVICE uint2 e4m3_to_f16(u32 codes) {
+    u32 a = __byte_perm(codes, 0, 0x4140), b = __byte_perm(codes, 0, 0x4342);
+    a = (a & 0x800080u) << 8 | (a & 0x7f007fu) << 7;
+    b = (b & 0x800080u) << 8 | (b & 0x7f007fu) << 7;
+    return make_uint2(mul_f16x2(a, 0x5c005c00u), mul_f16x2(b, 0x5c005c00u));
+}
+
+template <int KV>
+DEVICE uint2 exact_f16(u32 codes) {
+    return KV == KV_FP8 ? e4m3_to_f16(codes) : codes_to_f16(codes);
+}
+
+// Keys as their codes mean and their scales to `scales`, values under their scales.
+template <int D, int KV>
 DEVICE void store_codes(u16* stage, float* scales, const Codes& c, u32 row, u32 column, u32 d) {
     if (column >= d) return;
     u16* to = stage + row * Shape<D>::ROW + column;
     if (column == 0) scales[row] = f16_to_f32(c.key_scale);
-    uint2 a = codes_to_f16(c.key.x), b = codes_to_f16(c.key.y);
+    uint2 a = exact_f16<KV>(c.key.x), b = exact_f16<KV>(c.key.y);
     store_shared(to, a, b);
-    a = codes_to_f16(c.value.x);
-    b = codes_to_f16(c.value.y);
+    a = exact_f16<KV>(c.value.x);
+    b = exact_f16<KV>(c.value.y);
     u32 scale = c.value_scale * 0x10001u;
     a = make_uint2(clamp_f16x2(mul_f16x2(a.x, scale)), clamp_f16x2(mul_f16x2(a.y, scale)));
     b = make_uint2(clamp_f16x2(mul_f16x2(b.x, scale)), clamp_f16x2(mul_f16x2(b.y, scale)));
@@ -252,25 +265,25 @@ struct Waiting {
 };
 
 template <int D>
-DEVICE void load_step_int8(Waiting<D>& to, const Span& s, u32 first) {
+DEVICE void load_step_codes(Waiting<D>& to, const Span& s, u32 first) {
 #pragma unroll
     for (int i = 0; i < Shape<D>::ROWS; i++) to.rows[i] = load_codes(s, first + row_of<D>(i), column_of<D>());
 }
 
-template <int D>
-DEVICE void store_step_int8(u16* stage, float* scales, const Waiting<D>& from, u32 d) {
+template <int D, int KV>
+DEVICE void store_step_codes(u16* stage, float* scales, const Waiting<D>& from, u32 d) {
 #pragma unroll
     for (int i = 0; i < Shape<D>::ROWS; i++) {
-        store_codes<D>(stage, scales, from.rows[i], row_of<D>(i), column_of<D>(), d);
+        store_codes<D, KV>(stage, scales, from.rows[i], row_of<D>(i), column_of<D>(), d);
     }
 }
 
-template <int D>
-DEVICE void move_step_int8(u16* stage, float* scales, const Span& s, u32 first) {
+template <int D, int KV>
+DEVICE void move_step_codes(u16* stage, float* scales, const Span& s, u32 first) {
 #pragma unroll 1
     for (int i = 0; i < Shape<D>::ROWS; i++) {
         Codes c = load_codes(s, first + row_of<D>(i), column_of<D>());
-        store_codes<D>(stage, scales, c, row_of<D>(i), column_of<D>(), s.d);
+        store_codes<D, KV>(stage, scales, c, row_of<D>(i), column_of<D>(), s.d);
     }
 }
 
@@ -530,9 +543,10 @@ DEVICE Span span_of(const Attend& p, const Chunk& c, const Tile& tile, u32 kv_he
 
 // Shared memory of a wide block: two stages, factors of queries, two stages of scales, queries that stay. The host
 // knows its size (kernels/src/cuda/attend.rs).
-template <int D, bool CODES>
+template <int D, int KV>
 DEVICE void wide_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* shared) {
     using S = Shape<D>;
+    constexpr bool CODES = KV != KV_F16;
     u32 warp = threadIdx.x / 32;
     const Chunk c = chunks_of(p)[tile.chunk];
     u32 all = c.rows * (p.heads / p.kv_heads);
@@ -568,7 +582,7 @@ DEVICE void wide_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* share
     u32 own_queries = shared_address(queries) + rows_first(S::ROW);
     Waiting<D> codes;
     if (CODES) {
-        move_step_int8<D>(stages, scales, span, first);
+        move_step_codes<D, KV>(stages, scales, span, first);
     } else {
         load_step_f16<D>(address, span, first);
         copy_commit();
@@ -579,7 +593,7 @@ DEVICE void wide_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* share
         __syncthreads();
         bool more = first + S::STEP < span.to;
         if (more) {
-            if (CODES && S::AHEAD) load_step_int8<D>(codes, span, first + S::STEP);
+            if (CODES && S::AHEAD) load_step_codes<D>(codes, span, first + S::STEP);
             if (!CODES) load_step_f16<D>(address + (stage ^ 1) * 4 * S::PART, span, first + S::STEP);
         }
         if (!CODES) copy_commit();
@@ -589,8 +603,8 @@ DEVICE void wide_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* share
         if (CODES && more) {
             u16* to = stages + (stage ^ 1) * 2 * S::PART;
             float* to_scales = scales + (stage ^ 1) * S::STEP;
-            if (S::AHEAD) store_step_int8<D>(to, to_scales, codes, p.d);
-            else move_step_int8<D>(to, to_scales, span, first + S::STEP);
+            if (S::AHEAD) store_step_codes<D, KV>(to, to_scales, codes, p.d);
+            else move_step_codes<D, KV>(to, to_scales, span, first + S::STEP);
         }
         if ((first + S::STEP) % SPLIT == 0 || !more) put(p, sums, v, 0, true);
     }
@@ -598,7 +612,7 @@ DEVICE void wide_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* share
 
 // ---- narrow
 
-// Steps on their way; of int8 the next one waits in registers.
+// Steps on their way; of codes the next one waits in registers.
 template <bool CODES>
 struct Depth {
     static constexpr int STAGES = CODES ? 2 : 4;
@@ -689,9 +703,10 @@ DEVICE void narrow_step(Vectors& v, Sums<D / 32>& sums, const u32 (&q)[D / 16][4
 }
 
 // Shared memory of a narrow block: its stages, their scales, `Exchange`.
-template <int D, bool CODES>
+template <int D, int KV>
 DEVICE void narrow_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* shared) {
     using S = Shape<D>;
+    constexpr bool CODES = KV != KV_F16;
     constexpr int STAGES = Depth<CODES>::STAGES;
     u32 warp = threadIdx.x / 32;
     const Chunk c = chunks_of(p)[tile.chunk];
@@ -716,7 +731,7 @@ DEVICE void narrow_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* sha
     u32 first = span.from / S::STEP * S::STEP, stage = 0;
     Waiting<D> codes;
     if (CODES) {
-        move_step_int8<D>(shared, scales, span, first);
+        move_step_codes<D, KV>(shared, scales, span, first);
     } else {
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++) {
@@ -729,11 +744,11 @@ DEVICE void narrow_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* sha
         __syncthreads();
         bool more = first + S::STEP < span.to;
         u32 ahead = first + (STAGES - 1) * S::STEP, next = (stage + STAGES - 1) % STAGES;
-        if (CODES && more) load_step_int8<D>(codes, span, ahead);
+        if (CODES && more) load_step_codes<D>(codes, span, ahead);
         if (!CODES && ahead < span.to) load_step_f16<D>(address + next * 4 * S::PART, span, ahead);
         if (!CODES) copy_commit();
         narrow_step<D, CODES>(v, sums, q, x, address + stage * 4 * S::PART, scales + stage * S::STEP, first);
-        if (CODES && more) store_step_int8<D>(shared + next * 2 * S::PART, scales + next * S::STEP, codes, p.d);
+        if (CODES && more) store_step_codes<D, KV>(shared + next * 2 * S::PART, scales + next * S::STEP, codes, p.d);
         if ((first + S::STEP) % SPLIT == 0 || !more) put(p, sums, v, warp * (D / 4), warp == 0);
     }
 }
@@ -743,7 +758,7 @@ DEVICE void check_cut(const Attend& p, u32 vectors) {
     if (p.batch[2] != vectors) asm volatile("trap;");
 }
 
-template <int D, bool CODES, int VECTORS>
+template <int D, int KV, int VECTORS>
 DEVICE void attend(const Attend& p) {
     extern __shared__ __align__(16) u16 shared[];
     check_cut(p, VECTORS);
@@ -752,30 +767,38 @@ DEVICE void attend(const Attend& p) {
     u32 items = kind[0] * p.kv_heads;
     for (u32 i = blockIdx.x; i < items; i += gridDim.x) {
         const Tile tile = tiles[i / p.kv_heads];
-        if (VECTORS == WIDE) wide_tile<D, CODES>(p, tile, i % p.kv_heads, shared);
-        else narrow_tile<D, CODES>(p, tile, i % p.kv_heads, shared);
+        if (VECTORS == WIDE) wide_tile<D, KV>(p, tile, i % p.kv_heads, shared);
+        else narrow_tile<D, KV>(p, tile, i % p.kv_heads, shared);
     }
 }
 
 // `blocks`: of threads that shall fit into a multiprocessor, so that the assembler does not aim at more by spilling.
 #define RESIDENT(blocks) extern "C" __global__ void __launch_bounds__(THREADS, blocks)
 
-RESIDENT(4) wide_f16_32(Attend p) { attend<32, false, WIDE>(p); }
-RESIDENT(3) wide_f16_64(Attend p) { attend<64, false, WIDE>(p); }
-RESIDENT(2) wide_f16_128(Attend p) { attend<128, false, WIDE>(p); }
-RESIDENT(2) wide_f16_256(Attend p) { attend<256, false, WIDE>(p); }
-RESIDENT(4) wide_int8_32(Attend p) { attend<32, true, WIDE>(p); }
-RESIDENT(3) wide_int8_64(Attend p) { attend<64, true, WIDE>(p); }
-RESIDENT(2) wide_int8_128(Attend p) { attend<128, true, WIDE>(p); }
-RESIDENT(2) wide_int8_256(Attend p) { attend<256, true, WIDE>(p); }
-RESIDENT(4) narrow_f16_32(Attend p) { attend<32, false, NARROW>(p); }
-RESIDENT(3) narrow_f16_64(Attend p) { attend<64, false, NARROW>(p); }
-RESIDENT(2) narrow_f16_128(Attend p) { attend<128, false, NARROW>(p); }
-RESIDENT(2) narrow_f16_256(Attend p) { attend<256, false, NARROW>(p); }
-RESIDENT(4) narrow_int8_32(Attend p) { attend<32, true, NARROW>(p); }
-RESIDENT(3) narrow_int8_64(Attend p) { attend<64, true, NARROW>(p); }
-RESIDENT(2) narrow_int8_128(Attend p) { attend<128, true, NARROW>(p); }
-RESIDENT(2) narrow_int8_256(Attend p) { attend<256, true, NARROW>(p); }
+RESIDENT(4) wide_f16_32(Attend p) { attend<32, KV_F16, WIDE>(p); }
+RESIDENT(3) wide_f16_64(Attend p) { attend<64, KV_F16, WIDE>(p); }
+RESIDENT(2) wide_f16_128(Attend p) { attend<128, KV_F16, WIDE>(p); }
+RESIDENT(2) wide_f16_256(Attend p) { attend<256, KV_F16, WIDE>(p); }
+RESIDENT(4) wide_int8_32(Attend p) { attend<32, KV_INT8, WIDE>(p); }
+RESIDENT(3) wide_int8_64(Attend p) { attend<64, KV_INT8, WIDE>(p); }
+RESIDENT(2) wide_int8_128(Attend p) { attend<128, KV_INT8, WIDE>(p); }
+RESIDENT(2) wide_int8_256(Attend p) { attend<256, KV_INT8, WIDE>(p); }
+RESIDENT(4) wide_fp8_32(Attend p) { attend<32, KV_FP8, WIDE>(p); }
+RESIDENT(3) wide_fp8_64(Attend p) { attend<64, KV_FP8, WIDE>(p); }
+RESIDENT(2) wide_fp8_128(Attend p) { attend<128, KV_FP8, WIDE>(p); }
+RESIDENT(2) wide_fp8_256(Attend p) { attend<256, KV_FP8, WIDE>(p); }
+RESIDENT(4) narrow_f16_32(Attend p) { attend<32, KV_F16, NARROW>(p); }
+RESIDENT(3) narrow_f16_64(Attend p) { attend<64, KV_F16, NARROW>(p); }
+RESIDENT(2) narrow_f16_128(Attend p) { attend<128, KV_F16, NARROW>(p); }
+RESIDENT(2) narrow_f16_256(Attend p) { attend<256, KV_F16, NARROW>(p); }
+RESIDENT(4) narrow_int8_32(Attend p) { attend<32, KV_INT8, NARROW>(p); }
+RESIDENT(3) narrow_int8_64(Attend p) { attend<64, KV_INT8, NARROW>(p); }
+RESIDENT(2) narrow_int8_128(Attend p) { attend<128, KV_INT8, NARROW>(p); }
+RESIDENT(2) narrow_int8_256(Attend p) { attend<256, KV_INT8, NARROW>(p); }
+RESIDENT(4) narrow_fp8_32(Attend p) { attend<32, KV_FP8, NARROW>(p); }
+RESIDENT(3) narrow_fp8_64(Attend p) { attend<64, KV_FP8, NARROW>(p); }
+RESIDENT(2) narrow_fp8_128(Attend p) { attend<128, KV_FP8, NARROW>(p); }
+RESIDENT(2) narrow_fp8_256(Attend p) { attend<256, KV_FP8, NARROW>(p); }
 
 // ---- the splits of a row and a head together: to f32 [m][heads * d]. Grid: m x heads. Rows of no chunk are zero.
 
@@ -845,18 +868,23 @@ DEVICE float plain_sum(float v, float* shared) {
     return sum;
 }
 
-// Element `i` of a key (part 0) or value (part 1), without the scale of int8.
+// Element `i` of a key (part 0) or value (part 1), without the scale of codes.
 template <int KV>
 DEVICE float element(const u8* at, u32 part, u32 slot, u32 d, u32 i) {
     u32 place = (part * BLOCK + slot) * d + i;
     if (KV == KV_F16) return f16_to_f32(((const u16*)at)[place]);
     if (KV == KV_F32) return ((const float*)at)[place];
+    if (KV == KV_FP8) {
+        // An f32 but for the exponent's bias: 2^-120 times as large.
+        int code = ((const i8*)at + SCALES)[place];
+        return __fmul_rn(__uint_as_float((u32)code << 20 & 0x87f00000u), 0x1p120f);
+    }
     return (float)((const i8*)at + SCALES)[place];
 }
 
 template <int KV>
 DEVICE float scale_of(const u8* at, u32 part, u32 slot) {
-    return KV == KV_INT8 ? f16_to_f32(((const u16*)at)[part * BLOCK + slot]) : 1.0f;
+    return KV == KV_INT8 || KV == KV_FP8 ? f16_to_f32(((const u16*)at)[part * BLOCK + slot]) : 1.0f;
 }
 
 template <int KV>
@@ -904,7 +932,7 @@ DEVICE void attend_plain(const Attend& p, float* to) {
             sum += w;
             // A value's scale goes with its weight.
             u32 key = split * SPLIT + t;
-            if (KV == KV_INT8 && key >= from && key < end) {
+            if ((KV == KV_INT8 || KV == KV_FP8) && key >= from && key < end) {
                 w *= scale_of<KV>(base + table[key / BLOCK] * p.pool.block, 1, key % BLOCK);
             }
             weights[t] = w;
@@ -935,3 +963,4 @@ DEVICE void attend_plain(const Attend& p, float* to) {
 KERNEL(PLAIN_THREADS) attend_plain_f16(Attend p, float* to) { attend_plain<KV_F16>(p, to); }
 KERNEL(PLAIN_THREADS) attend_plain_f32(Attend p, float* to) { attend_plain<KV_F32>(p, to); }
 KERNEL(PLAIN_THREADS) attend_plain_int8(Attend p, float* to) { attend_plain<KV_INT8>(p, to); }
+KERNEL(PLAIN_THREADS) attend_plain_fp8(Attend p, float* to) { attend_plain<KV_FP8>(p, to); }

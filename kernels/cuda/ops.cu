@@ -302,22 +302,36 @@ DEVICE u32 most_of(const Head& h) {
 
 DEVICE u16 clamp_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -F16_MOST), F16_MOST)); }
 
-// Least f16 with which 127 reaches the greatest magnitude, at most the largest finite one (cpu/kv.rs, scale_of).
+// Least f16 with which the largest code reaches the greatest magnitude, at most the largest finite one (cpu/kv.rs,
+// scale_of).
+template <int KV>
 DEVICE u16 scale_of(u32 most) {
-    float exact = fminf(__fdiv_rn(__uint_as_float(most), 127.0f), F16_MOST);
+    float exact = fminf(__fdiv_rn(__uint_as_float(most), KV == KV_INT8 ? 127.0f : 448.0f), F16_MOST);
     u16 near = f32_to_f16(exact);
     return f16_to_f32(near) < exact ? near + 1 : near;
 }
 
+// The nearest e4m3 (OCP FP8: no infinities, largest 448), ties to even, saturating; no NaN (cpu/kv.rs, e4m3).
+DEVICE u8 e4m3_of(float x) {
+    u32 bits = __float_as_uint(fminf(fmaxf(x, -448.0f), 448.0f)), most = bits & 0x7fffffffu;
+    // Below 2^-6 codes are multiples of 2^-9; above, the upper bits of a float with another bias.
+    u32 small = (u32)__float2int_rn(__fmul_rn(__uint_as_float(most), 512.0f));
+    u32 large = (most + 0x7ffffu + (most >> 20 & 1)) >> 20;
+    return (u8)(bits >> 24 & 0x80 | (most < 0x3c800000u ? small : large - (120 << 3)));
+}
+
+template <int KV>
 DEVICE void codes_of(const Head& h, u16 scale, i8* to, u32 half) {
     float s = f16_to_f32(scale);
     float inverse = s > 0.0f ? __fdiv_rn(1.0f, s) : 0.0f;
     each(h, half, [&](u32 i, float x) {
-        to[i] = s > 0.0f ? (i8)__float2int_rn(fminf(fmaxf(__fmul_rn(x, inverse), -127.0f), 127.0f)) : 0;
+        x = __fmul_rn(x, inverse);
+        if (KV == KV_FP8) to[i] = s > 0.0f ? (i8)e4m3_of(x) : 0;
+        else to[i] = s > 0.0f ? (i8)__float2int_rn(fminf(fmaxf(x, -127.0f), 127.0f)) : 0;
     });
 }
 
-// A NaN in the key or the value makes the whole key NaN (f16) or its scale (int8), and the value zero: whoever sees the
+// A NaN in the key or the value makes the whole key NaN (f16) or its scale (codes), and the value zero: whoever sees the
 // token gets NaN, and nobody else does, as a weight of zero times a stored value is zero.
 template <int KV>
 DEVICE void append(u8* at, u32 slot, u32 d, const Head& k, const Head& v) {
@@ -336,14 +350,14 @@ DEVICE void append(u8* at, u32 slot, u32 d, const Head& k, const Head& v) {
         each(v, half, [&](u32 i, float x) { to_v[i] = nan ? 0 : clamp_f16(x); });
         return;
     }
-    u16 scale_k = nan ? 0x7fff : scale_of(most_k), scale_v = nan ? 0 : scale_of(most_v);
+    u16 scale_k = nan ? 0x7fff : scale_of<KV>(most_k), scale_v = nan ? 0 : scale_of<KV>(most_v);
     if (threadIdx.x % 32 == 0) {
         ((u16*)at)[slot] = scale_k;
         ((u16*)at)[BLOCK + slot] = scale_v;
     }
     i8* codes = (i8*)at + SCALES + slot * d;
-    codes_of(k, scale_k, codes, half);
-    codes_of(v, scale_v, codes + BLOCK * d, half);
+    codes_of<KV>(k, scale_k, codes, half);
+    codes_of<KV>(v, scale_v, codes + BLOCK * d, half);
 }
 
 // Warp w of block (row, y) takes head 4y + w: query heads first, then pairs of a key and a value.
@@ -368,6 +382,7 @@ DEVICE void rope_append(const RopeAppend& p) {
 KERNEL(128) rope_append_f16(RopeAppend p) { rope_append<KV_F16>(p); }
 KERNEL(128) rope_append_f32(RopeAppend p) { rope_append<KV_F32>(p); }
 KERNEL(128) rope_append_int8(RopeAppend p) { rope_append<KV_INT8>(p); }
+KERNEL(128) rope_append_fp8(RopeAppend p) { rope_append<KV_FP8>(p); }
 
 // ---- keys and values of slots over those of others
 

@@ -11,6 +11,7 @@ struct Pool {
 #define KV_F16 0
 #define KV_F32 1
 #define KV_INT8 2
-// Tokens of a block, and bytes of the scales of an int8 (block, head).
+#define KV_FP8 3
+// Tokens of a block, and bytes of the scales of an int8 or fp8 (block, head).
 #define BLOCK 16
 #define SCALES 64

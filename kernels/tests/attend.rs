@@ -29,7 +29,7 @@ impl Random {
     }
 }
 
-const KINDS: [KvType; 3] = [KvType::F16, KvType::F32, KvType::Int8];
+const KINDS: [KvType; 4] = [KvType::F16, KvType::F32, KvType::Int8, KvType::Fp8];
 
 /// A cache of two layers with one sequence in layer 1, its blocks scattered, everything else NaN.
 struct Case {
@@ -182,6 +182,11 @@ fn every_head_size_and_group() {
     conform(KvType::Int8, 1, 1, 256, None);
     conform(KvType::Int8, 1, 12, 8, None);
     conform(KvType::Int8, 1, 16, 24, None);
+    conform(KvType::Fp8, 3, 1, 16, None);
+    conform(KvType::Fp8, 2, 3, 64, None);
+    conform(KvType::Fp8, 1, 7, 128, None);
+    conform(KvType::Fp8, 1, 12, 8, None);
+    conform(KvType::Fp8, 1, 16, 24, None);
     conform(KvType::F32, 2, 3, 32, None);
     conform(KvType::F32, 1, 7, 96, None);
     conform(KvType::F32, 1, 12, 8, None);
@@ -196,6 +201,7 @@ fn every_window() {
         conform(KvType::F16, 1, 7, 16, Some(window));
         conform(KvType::Int8, 2, 3, 40, Some(window));
         conform(KvType::Int8, 1, 7, 16, Some(window));
+        conform(KvType::Fp8, 2, 3, 40, Some(window));
     }
 }
 
@@ -461,7 +467,7 @@ fn nan_shows_to_those_who_see_it() {
                     let (got, clean) = (case.alone(simd, pos), clean.alone(simd, pos));
                     // Three heads share the key/value head with the NaN, in whole or in the column that has it.
                     for head in got[..3 * 64].chunks(64) {
-                        let whole = k[7].is_nan() || kind == KvType::Int8;
+                        let whole = k[7].is_nan() || matches!(kind, KvType::Int8 | KvType::Fp8);
                         let shows = |i: usize| whole || i == 7;
                         assert!((0..64).all(|i| head[i].is_nan() == shows(i)), "{kind:?} pos {pos}: {head:?}");
                     }
@@ -494,7 +500,7 @@ fn a_query_that_is_not_finite_spoils_its_head_only() {
 
 #[test]
 fn large_values_stay_finite() {
-    for (kind, most) in [(KvType::F16, 65504.0), (KvType::Int8, 127.0 * 65504.0)] {
+    for (kind, most) in [(KvType::F16, 65504.0), (KvType::Int8, 127.0 * 65504.0), (KvType::Fp8, 448.0 * 65504.0)] {
         for (k, v) in [(1e30, -1e30), (f32::INFINITY, f32::NEG_INFINITY)] {
             let case = Case::new(kind, 1, 1, 16, 20);
             // SAFETY: one thread.
@@ -533,6 +539,32 @@ fn int8_keeps_each_element_to_half_a_code() {
     }
 }
 
+/// Three bits of mantissa: half a unit is a sixteenth of an element, or of the least normal code.
+#[test]
+fn fp8_keeps_each_element_to_a_sixteenth() {
+    let shape = KvLayer { kv_heads: 1, head_dim: 64 };
+    let kv = KvMemory::new(&[shape], 1, KvType::Fp8).expect("fits");
+    let mut random = Random(8);
+    for size in [1e6, 1000.0, 1.0, 1e-3, 0.0] {
+        for slot in 0..BLOCK {
+            let (k, v) = (random.floats(64), random.floats(64));
+            // Small elements beside large ones.
+            let spread = |x: &[f32]| x.iter().map(|x| x * x * x * size).collect::<Vec<f32>>();
+            let [k, v] = [spread(&k), spread(&v)];
+            // SAFETY: one thread.
+            unsafe { kv.append(0, 0, slot, 0, &k, &v) };
+            let (got_k, got_v) = kv.read(0, 0, slot, 0);
+            for (want, got) in [(k, got_k), (v, got_v)] {
+                let most = want.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+                let least = most / 448.0 / 64.0 * 1.01 + 1e-9;
+                for (want, got) in want.iter().zip(&got) {
+                    assert!((want - got).abs() <= want.abs().max(least) / 16.0 * 1.001, "{want} became {got}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn weights_that_vanish_leave_no_trace() {
     // A block of values 0, whose codes have no scale, and a token far above all others.
@@ -562,13 +594,20 @@ fn cache_keeps_what_was_written() {
         (KvType::F16, 2 * BLOCK * (2 * 8 + 24) * 2),
         (KvType::F32, 2 * BLOCK * (2 * 8 + 24) * 4),
         (KvType::Int8, 2 * BLOCK * (2 * (8 + 2) + 24 + 2)),
+        (KvType::Fp8, 2 * BLOCK * (2 * (8 + 2) + 24 + 2)),
     ] {
         assert_eq!(KvMemory::block_bytes(&shapes, kind), bytes);
         let kv = KvMemory::new(&shapes, 4, kind).expect("fits");
         // All of them are codes times a scale that is a power of two.
         let value = |layer, block: u32, slot, head, i| {
             let number = layer * 1000 + block as usize * 200 + slot * 9 + head * 4 + i;
-            if i == 0 { 127.0 } else { (number % 255) as f32 - 127.0 }
+            match (kind, i) {
+                (KvType::Fp8, 0) => 448.0,
+                // Four significant bits.
+                (KvType::Fp8, _) => (number % 31) as f32 - 15.0,
+                (_, 0) => 127.0,
+                _ => (number % 255) as f32 - 127.0,
+            }
         };
         let each = |f: &mut dyn FnMut(usize, u32, usize, usize, usize)| {
             for (layer, shape) in shapes.iter().enumerate() {

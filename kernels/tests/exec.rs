@@ -89,7 +89,8 @@ fn logits_do_not_depend_on_the_company() {
         ("invf-all", Scheme::Float(FloatType::BF16), everything()),
     ] {
         let file = made(name, scheme, int(8, 32, ZeroKind::Mid), spec);
-        for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::F32), (Mode::Int8, KvType::Int8)] {
+        let small = [(Mode::Int8, KvType::Int8), (Mode::Int8, KvType::Fp8)];
+        for (mode, kv) in [(Mode::Int8, KvType::F16), (Mode::F32, KvType::F32)].into_iter().chain(small) {
             let want = run(&mut executor(&file, mode, kv, 1), &tokens, &[1], 0);
             assert!(want.iter().all(|x| x.is_finite()));
             for (threads, sizes, others) in
@@ -363,7 +364,7 @@ fn blocks_may_leave_and_move() {
     }
     let file = made("window", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), spec);
     let tokens = tokens(60);
-    for kv in [KvType::F16, KvType::Int8] {
+    for kv in [KvType::F16, KvType::Int8, KvType::Fp8] {
         let want = run(&mut executor(&file, Mode::Int8, kv, 2), &tokens, &[60], 0);
         let mut executor = executor(&file, Mode::Int8, kv, 2);
         let step = |executor: &mut CpuExecutor, range: std::ops::Range<usize>, blocks: &[u32]| {
@@ -390,11 +391,12 @@ fn blocks_may_leave_and_move() {
     }
 }
 
-const MODES: [(Mode, KvType, usize); 4] = [
+const MODES: [(Mode, KvType, usize); 5] = [
     (Mode::Int8, KvType::F16, 1),
     (Mode::Int8, KvType::F16, 3),
     (Mode::F32, KvType::F32, 2),
     (Mode::Int8, KvType::Int8, 2),
+    (Mode::Int8, KvType::Fp8, 2),
 ];
 
 /// Verification of trees is exact: nobody can tell from the text that there were guesses beside those accepted.

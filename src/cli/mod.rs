@@ -146,6 +146,8 @@ pub enum Kv {
     F32,
     /// Half the memory of f16: one scale per token and head
     Int8,
+    /// The same as 8-bit floats (e4m3)
+    Fp8,
 }
 
 impl From<Kv> for KvType {
@@ -154,6 +156,7 @@ impl From<Kv> for KvType {
             Kv::F16 => KvType::F16,
             Kv::F32 => KvType::F32,
             Kv::Int8 => KvType::Int8,
+            Kv::Fp8 => KvType::Fp8,
         }
     }
 }

@@ -13,6 +13,7 @@
 //! arithmetic is in `tile`.
 
 mod codes;
+mod fp8;
 mod ints;
 mod loops;
 mod tile;
@@ -22,16 +23,17 @@ mod wide;
 use std::ops::Range;
 
 use super::kv::{KvMemory, KvType};
-#[cfg(target_arch = "x86_64")]
-use super::lanes::{Avx2, Avx512};
 #[cfg(target_arch = "aarch64")]
 use super::lanes::Neon;
+#[cfg(target_arch = "x86_64")]
+use super::lanes::{Avx2, Avx512};
 use super::lanes::{Kind, Portable, Simd};
 use crate::{
     mask::Mask,
     team::{Disjoint, Team, split as share},
 };
 use codes::Codes;
+use fp8::Small;
 use loops::{Half, Loops, Single};
 use tile::{Group, Own, Rows, State, Storage};
 
@@ -42,6 +44,7 @@ macro_rules! run {
             (Kind::Portable, KvType::F16) => $f::<Portable, Half> $args,
             (Kind::Portable, KvType::F32) => $f::<Portable, Single> $args,
             (Kind::Portable, KvType::Int8) => $f::<Portable, Codes> $args,
+            (Kind::Portable, KvType::Fp8) => $f::<Portable, Small> $args,
             #[cfg(target_arch = "x86_64")]
             (Kind::Avx2, KvType::F16) => $f::<Avx2, Half> $args,
             #[cfg(target_arch = "x86_64")]
@@ -49,17 +52,23 @@ macro_rules! run {
             #[cfg(target_arch = "x86_64")]
             (Kind::Avx2, KvType::Int8) => $f::<Avx2, Codes> $args,
             #[cfg(target_arch = "x86_64")]
+            (Kind::Avx2, KvType::Fp8) => $f::<Avx2, Small> $args,
+            #[cfg(target_arch = "x86_64")]
             (Kind::Avx512, KvType::F16) => $f::<Avx512, Half> $args,
             #[cfg(target_arch = "x86_64")]
             (Kind::Avx512, KvType::F32) => $f::<Avx512, Single> $args,
             #[cfg(target_arch = "x86_64")]
             (Kind::Avx512, KvType::Int8) => $f::<Avx512, Codes> $args,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx512, KvType::Fp8) => $f::<Avx512, Small> $args,
             #[cfg(target_arch = "aarch64")]
             (Kind::Neon, KvType::F16) => $f::<Neon, Half> $args,
             #[cfg(target_arch = "aarch64")]
             (Kind::Neon, KvType::F32) => $f::<Neon, Single> $args,
             #[cfg(target_arch = "aarch64")]
             (Kind::Neon, KvType::Int8) => $f::<Neon, Codes> $args,
+            #[cfg(target_arch = "aarch64")]
+            (Kind::Neon, KvType::Fp8) => $f::<Neon, Small> $args,
         }
     };
 }

@@ -7,6 +7,7 @@
 //! f16, f32: [block][layer][kv head] { K^T: [head_dim][BLOCK], V: [BLOCK][head_dim] }
 //! int8:     [block][layer][kv head] { scales of K, of V: f16 [BLOCK] each,
 //!                              K^T: [head_dim / 2][BLOCK][2], V: [BLOCK / 2][head_dim][2] }
+//! fp8:      [block][layer][kv head] { scales as of int8, then K^T and V as of f16, a byte each }
 //! ```
 //!
 //! K is transposed so that tokens are vector lanes in `q . k` and no horizontal sum is needed; what belongs to one
@@ -21,6 +22,8 @@
 use half::{f16, slice::HalfFloatSliceExt};
 use memmap2::MmapMut;
 
+use super::mini::E4M3;
+
 /// Tokens of a block.
 pub const BLOCK: usize = 16;
 
@@ -33,6 +36,8 @@ pub enum KvType {
     F32,
     /// Codes from -127 to 127 times one f16 scale per token, head and key or value.
     Int8,
+    /// e4m3 (OCP 8-bit floating point: no infinities, largest 448) times such a scale.
+    Fp8,
 }
 
 impl KvType {
@@ -42,6 +47,7 @@ impl KvType {
             KvType::F16 => "f16",
             KvType::F32 => "f32",
             KvType::Int8 => "int8",
+            KvType::Fp8 => "fp8",
         }
     }
 
@@ -50,7 +56,7 @@ impl KvType {
         match self {
             KvType::F16 => 4 * BLOCK * head_dim,
             KvType::F32 => 8 * BLOCK * head_dim,
-            KvType::Int8 => SCALES + 2 * BLOCK * head_dim,
+            KvType::Int8 | KvType::Fp8 => SCALES + 2 * BLOCK * head_dim,
         }
     }
 }
@@ -58,7 +64,7 @@ impl KvType {
 /// Greatest head size: `q . k` of int8 keys and 16-bit queries stays below 2^31.
 pub const MAX_HEAD: usize = 512;
 
-/// Bytes of the scales of an int8 (block, head).
+/// Bytes of the scales of an int8 or fp8 (block, head).
 pub(crate) const SCALES: usize = 4 * BLOCK;
 
 /// Shape of one layer's cache.
@@ -172,6 +178,8 @@ impl KvMemory {
             KvType::F32 => unsafe { write(at as *mut f32, slot, k, v) },
             // SAFETY: as above, with the layout of int8.
             KvType::Int8 => unsafe { write_codes(at, slot, k, v) },
+            // SAFETY: as above; the scales come first.
+            KvType::Fp8 => unsafe { write_e4m3(at, slot, k, v) },
         }
     }
 
@@ -193,6 +201,11 @@ impl KvMemory {
                 KvType::Int8 => unsafe {
                     let scale = *(at as *const f16).add(value * BLOCK + slot);
                     *(at as *const i8).add([k, v][value]) as f32 * scale.to_f32()
+                },
+                // SAFETY: as above.
+                KvType::Fp8 => unsafe {
+                    let scale = *(at as *const f16).add(value * BLOCK + slot);
+                    E4M3[*at.add(SCALES + plain) as usize] * scale.to_f32()
                 },
             }
         };
@@ -310,10 +323,13 @@ pub(crate) unsafe fn copy_slot(kind: KvType, d: usize, from: (*const u8, usize),
         match kind {
             KvType::F16 => copy_elements::<u16>(d, (from.0.cast(), from.1), (to.0.cast(), to.1)),
             KvType::F32 => copy_elements::<u32>(d, (from.0.cast(), from.1), (to.0.cast(), to.1)),
-            KvType::Int8 => {
+            KvType::Int8 | KvType::Fp8 => {
                 for value in 0..2 {
                     let scale = *from.0.cast::<u16>().add(value * BLOCK + from.1);
                     to.0.cast::<u16>().add(value * BLOCK + to.1).write(scale);
+                }
+                if kind == KvType::Fp8 {
+                    return copy_elements::<u8>(d, (from.0.add(SCALES), from.1), (to.0.add(SCALES), to.1));
                 }
                 for i in 0..d {
                     let (a, b) = (code_places(d, from.1, i), code_places(d, to.1, i));
@@ -352,10 +368,7 @@ const fn code_places(d: usize, slot: usize, i: usize) -> [usize; 2] {
 unsafe fn write_codes(at: *mut u8, slot: usize, k: &[f32], v: &[f32]) {
     let d = k.len();
     let mut codes = [[0i8; MAX_HEAD]; 2];
-    let scales = match (scale_of(k), scale_of(v)) {
-        (Some(a), Some(b)) => [a, b],
-        _ => [f16::NAN, f16::ZERO],
-    };
+    let scales = scales_of(k, v, 127.0);
     for ((codes, scale), x) in codes.iter_mut().zip(scales).zip([k, v]) {
         // Neither 0 nor NaN, for which the codes are 0.
         if scale > f16::ZERO {
@@ -376,16 +389,47 @@ unsafe fn write_codes(at: *mut u8, slot: usize, k: &[f32], v: &[f32]) {
     }
 }
 
-/// Least f16 with which 127 reaches the greatest magnitude of `x`, at most the largest finite one; `None` if there is a
-/// NaN.
-fn scale_of(x: &[f32]) -> Option<f16> {
+/// As [`write_codes`], in e4m3.
+///
+/// # Safety
+/// As [`write_codes`].
+unsafe fn write_e4m3(at: *mut u8, slot: usize, k: &[f32], v: &[f32]) {
+    let d = k.len();
+    let mut codes = [[0u8; MAX_HEAD]; 2];
+    let scales = scales_of(k, v, 448.0);
+    for ((codes, scale), x) in codes.iter_mut().zip(scales).zip([k, v]) {
+        if scale > f16::ZERO {
+            let inverse = 1.0 / scale.to_f32();
+            codes.iter_mut().zip(x).for_each(|(to, x)| *to = e4m3(x * inverse));
+        }
+    }
+    // SAFETY: the caller's promise; codes lie behind the scales.
+    unsafe {
+        for (value, scale) in scales.into_iter().enumerate() {
+            (at as *mut f16).add(value * BLOCK + slot).write(scale);
+        }
+        write(at.add(SCALES), slot, &codes[0][..d], &codes[1][..d]);
+    }
+}
+
+/// Scales of a key and a value with the largest code `most`: NaN and 0 if there is a NaN in either.
+fn scales_of(k: &[f32], v: &[f32], most: f32) -> [f16; 2] {
+    match (scale_of(k, most), scale_of(v, most)) {
+        (Some(a), Some(b)) => [a, b],
+        _ => [f16::NAN, f16::ZERO],
+    }
+}
+
+/// Least f16 with which the code `top` reaches the greatest magnitude of `x`, at most the largest finite one; `None` if
+/// there is a NaN.
+fn scale_of(x: &[f32], top: f32) -> Option<f16> {
     // Magnitudes are ordered as their bits are, NaN last.
     let most = x.iter().fold(0i32, |most, x| most.max((x.to_bits() & 0x7fff_ffff) as i32));
     let most = f32::from_bits(most as u32);
     if most.is_nan() {
         return None;
     }
-    let exact = (most / 127.0).min(f16::MAX.to_f32());
+    let exact = (most / top).min(f16::MAX.to_f32());
     let near = f16::from_f32(exact);
     Some(if near.to_f32() < exact { f16::from_bits(near.to_bits() + 1) } else { near })
 }
@@ -396,4 +440,73 @@ fn code(x: f32) -> i8 {
     let x = if x < 127.0 { x } else { 127.0 };
     // Adding it rounds to an integer, which then stands in the lowest bits.
     (x + 12_582_912.0).to_bits() as i8
+}
+
+/// The nearest e4m3 (OCP 8-bit Floating Point Specification 1.0: exponent bias 7, three bits of mantissa, no infinities),
+/// ties to even, saturating at 448. `x` is no NaN.
+fn e4m3(x: f32) -> u8 {
+    let bits = x.clamp(-448.0, 448.0).to_bits();
+    let most = bits & 0x7fff_ffff;
+    // Below 2^-6 codes are multiples of 2^-9; above, the upper bits of a float with another bias.
+    let code = match most < 0x3c80_0000 {
+        true => (f32::from_bits(most) * 512.0 + 12_582_912.0).to_bits() & 0xff,
+        false => ((most + 0x7_ffff + (most >> 20 & 1)) >> 20) - (120 << 3),
+    };
+    (bits >> 24 & 0x80) as u8 | code as u8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_e4m3_code_comes_back() {
+        for code in 0..=255u8 {
+            // 0x7f and 0xff are NaN, which is never stored.
+            if code & 0x7f == 0x7f {
+                assert!(E4M3[code as usize].is_nan());
+                continue;
+            }
+            assert_eq!(e4m3(E4M3[code as usize]), code, "{code:#x}");
+        }
+    }
+
+    /// Worked out from the specification.
+    #[test]
+    fn numbers_become_the_nearest_e4m3() {
+        let cases = [
+            (1.0, 0x38),
+            (-1.0, 0xb8),
+            (448.0, 0x7e),
+            (449.0, 0x7e),
+            (1e9, 0x7e),
+            (f32::NEG_INFINITY, 0xfe),
+            // Between 1 and 1.125: the tie goes to the even one.
+            (1.0625, 0x38),
+            (1.06251, 0x39),
+            (1.1875, 0x3a),
+            // 2^-6 is the least normal number, 2^-9 the least of all, 2^-10 ties to zero.
+            (0.015625, 0x08),
+            (0.001953125, 0x01),
+            (0.0009765625, 0x00),
+            (0.00097657, 0x01),
+            // 7.5 * 2^-9 ties to 8 * 2^-9; 1.5 * 2^-9 to 2 * 2^-9.
+            (0.0146484375, 0x08),
+            (0.0029296875, 0x02),
+            (-0.0, 0x80),
+            (1.9375, 0x40),
+        ];
+        for (x, code) in cases {
+            assert_eq!(e4m3(x), code, "{x}: {:#x}", e4m3(x));
+        }
+        // Nearest of all codes, at random places.
+        let mut state = 1u32;
+        for _ in 0..20_000 {
+            state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+            let x = (state as f32 / u32::MAX as f32 - 0.5) * [900.0, 4.0, 0.06][state as usize % 3];
+            let got = (E4M3[e4m3(x) as usize] - x).abs();
+            let best = E4M3.iter().filter(|v| !v.is_nan()).map(|v| (v - x).abs()).fold(f32::MAX, f32::min);
+            assert_eq!(got, best, "{x}");
+        }
+    }
 }

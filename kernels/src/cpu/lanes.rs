@@ -81,6 +81,19 @@ pub(crate) trait Lanes: Copy {
     /// # Safety
     /// The CPU has the instruction set; `p` is valid for reading 8 f16.
     unsafe fn load_f16(p: *const u16) -> Self;
+    /// Eight e4m3 codes, none of which is NaN. Each is an f16 but for the exponent's bias: 2^8 times what the same bits are
+    /// there.
+    ///
+    /// # Safety
+    /// The CPU has the instruction set; `p` is valid for reading 8 codes.
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> Self {
+        // SAFETY: the caller's promise.
+        let codes = unsafe { p.cast::<[u8; 8]>().read() };
+        let halves = codes.map(|code| (u16::from(code) & 0x80) << 8 | (u16::from(code) & 0x7f) << 7);
+        // SAFETY: the caller's promise; eight f16.
+        unsafe { Self::load_f16(halves.as_ptr()).mul(Self::splat(256.0)) }
+    }
     /// # Safety
     /// `p` is valid for writing 8 elements.
     unsafe fn store(self, p: *mut f32);

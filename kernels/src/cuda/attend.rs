@@ -25,12 +25,12 @@ const SIZES: [usize; 4] = [32, 64, 128, 256];
 /// Attention, compiled for a device.
 pub struct Attend {
     device: Arc<Device>,
-    /// Of f16 and int8 caches, per size.
-    wide: [[Kernel; 4]; 2],
-    narrow: [[Kernel; 4]; 2],
+    /// Of f16, int8 and fp8 caches, per size.
+    wide: [[Kernel; 4]; 3],
+    narrow: [[Kernel; 4]; 3],
     merge: Kernel,
     /// In the order of [`KvType`].
-    plain: [Kernel; 3],
+    plain: [Kernel; 4],
 }
 
 /// What is the same for every sequence of one layer.
@@ -78,18 +78,25 @@ impl Attend {
             wide: [
                 sizes(["wide_f16_32", "wide_f16_64", "wide_f16_128", "wide_f16_256"])?,
                 sizes(["wide_int8_32", "wide_int8_64", "wide_int8_128", "wide_int8_256"])?,
+                sizes(["wide_fp8_32", "wide_fp8_64", "wide_fp8_128", "wide_fp8_256"])?,
             ],
             narrow: [
                 sizes(["narrow_f16_32", "narrow_f16_64", "narrow_f16_128", "narrow_f16_256"])?,
                 sizes(["narrow_int8_32", "narrow_int8_64", "narrow_int8_128", "narrow_int8_256"])?,
+                sizes(["narrow_fp8_32", "narrow_fp8_64", "narrow_fp8_128", "narrow_fp8_256"])?,
             ],
             merge: kernel("merge")?,
-            plain: [kernel("attend_plain_f16")?, kernel("attend_plain_f32")?, kernel("attend_plain_int8")?],
+            plain: [
+                kernel("attend_plain_f16")?,
+                kernel("attend_plain_f32")?,
+                kernel("attend_plain_int8")?,
+                kernel("attend_plain_fp8")?,
+            ],
         };
         for (cut, kernels) in [(Cut::Wide, &attend.wide), (Cut::Narrow, &attend.narrow)] {
-            for (codes, kernels) in kernels.iter().enumerate() {
+            for (kind, kernels) in kernels.iter().enumerate() {
                 for (kernel, size) in kernels.iter().zip(SIZES) {
-                    let shared = shared(cut, size, codes == 1);
+                    let shared = shared(cut, size, kind > 0);
                     if !kernel.allow_shared(shared)? {
                         return Err(CudaError::Model {
                             what: "shared memory of a block",
@@ -138,16 +145,21 @@ impl Attend {
         };
         let attended = batch.attended.ptr();
         let mut both = Args::new().with(args).with(attended);
-        let codes = kv.kind() == KvType::Int8;
-        if to.form != Form::F32 && kv.kind() != KvType::F32 {
+        let tensor = match kv.kind() {
+            KvType::F32 => None,
+            KvType::F16 => Some(0),
+            KvType::Int8 => Some(1),
+            KvType::Fp8 => Some(2),
+        };
+        if let Some(kind) = tensor.filter(|_| to.form != Form::F32) {
             let kernels = match batch.cut() {
-                Cut::Wide => &self.wide[usize::from(codes)],
-                Cut::Narrow => &self.narrow[usize::from(codes)],
+                Cut::Wide => &self.wide[kind],
+                Cut::Narrow => &self.narrow[kind],
             };
             let size = SIZES.iter().position(|&s| s >= head_dim).expect("a head of at most 256, as the spec says");
             let resident = BLOCKS_PER_PROCESSOR * if SIZES[size] < 128 { 2 } else { 1 };
             let grid = [resident * self.device.info().processors, 1, 1];
-            let shared = shared(batch.cut(), SIZES[size], codes);
+            let shared = shared(batch.cut(), SIZES[size], kind > 0);
             let mut args = Args::new().with(args);
             // SAFETY: the kernel's parameters; the caller keeps what the addresses are of (module), and the batch
             // describes rows and blocks that are there.
@@ -160,6 +172,7 @@ impl Attend {
                 KvType::F16 => 0,
                 KvType::F32 => 1,
                 KvType::Int8 => 2,
+                KvType::Fp8 => 3,
             }];
             // SAFETY: as above.
             unsafe { self.device.launch(kernel, [m, heads, 1], PLAIN_THREADS, 0, &mut both)? };

@@ -36,7 +36,7 @@ pub struct Ops {
     /// In the order of [`Act`].
     acts: [Forms; 3],
     /// In the order of [`KvType`].
-    append: [Kernel; 3],
+    append: [Kernel; 4],
     copy_slots: Kernel,
 }
 
@@ -131,7 +131,12 @@ impl Ops {
                 forms(["gelu_f16", "gelu_f32", "gelu_int8"])?,
                 forms(["gelu_tanh_f16", "gelu_tanh_f32", "gelu_tanh_int8"])?,
             ],
-            append: [kernel("rope_append_f16")?, kernel("rope_append_f32")?, kernel("rope_append_int8")?],
+            append: [
+                kernel("rope_append_f16")?,
+                kernel("rope_append_f32")?,
+                kernel("rope_append_int8")?,
+                kernel("rope_append_fp8")?,
+            ],
             copy_slots: kernel("copy_slots")?,
         })
     }
@@ -279,6 +284,7 @@ impl Ops {
             KvType::F16 => 0,
             KvType::F32 => 1,
             KvType::Int8 => 2,
+            KvType::Fp8 => 3,
         }];
         let grid = [m, (what.heads + shape.kv_heads).div_ceil(HEADS), 1];
         // SAFETY: as in `norm`; places are of the pool's blocks.
@@ -304,7 +310,7 @@ impl Ops {
         let (bytes, skip) = match kv.kind() {
             KvType::F16 => (2, 0),
             KvType::F32 => (4, 0),
-            KvType::Int8 => (1, SCALES),
+            KvType::Int8 | KvType::Fp8 => (1, SCALES),
         };
         let each = if in_order { count } else { 1 };
         let mut args = Args::new().with(CopyArgs {

@@ -22,7 +22,7 @@ use quern_kernels::{
 
 use crate::common::{Random, Row, acts, bound, device, read_acts, up};
 
-const KINDS: [KvType; 3] = [KvType::F16, KvType::F32, KvType::Int8];
+const KINDS: [KvType; 4] = [KvType::F16, KvType::F32, KvType::Int8, KvType::Fp8];
 const FORMS: [Form; 3] = [Form::F16, Form::F32, Form::Int8];
 
 /// One sequence in layer 1 of a pool whose blocks are scattered; every other token of the pool is NaN.
@@ -207,8 +207,8 @@ fn heads_and_groups_of_many_sizes() {
     .enumerate()
     {
         // Every kind in every form, not of every shape.
-        conform(KINDS[[0, 2][i % 2]], Form::F16, kv_heads, group, d, None);
-        conform(KINDS[i % 3], Form::F32, kv_heads, group, d, None);
+        conform(KINDS[[0, 2, 3][i % 3]], Form::F16, kv_heads, group, d, None);
+        conform(KINDS[i % 4], Form::F32, kv_heads, group, d, None);
     }
 }
 
@@ -216,9 +216,9 @@ fn heads_and_groups_of_many_sizes() {
 fn windows() {
     conform(KvType::F32, Form::F16, 1, 2, 16, Some(300));
     for (i, window) in [1, 2, 16, 33, 255, 256, 300, 5000].into_iter().enumerate() {
-        conform(KINDS[[0, 2][i % 2]], Form::F16, 1, 3, [32, 64, 16][i % 3], Some(window));
+        conform(KINDS[[0, 2, 3][i % 3]], Form::F16, 1, 3, [32, 64, 16][i % 3], Some(window));
         if i % 2 == 0 {
-            conform(KINDS[i / 2 % 3], Form::F32, 1, 2, [32, 16][i / 2 % 2], Some(window));
+            conform(KINDS[i / 2 % 4], Form::F32, 1, 2, [32, 16][i / 2 % 2], Some(window));
         }
     }
 }
@@ -298,7 +298,7 @@ fn the_order_of_columns_is_that_which_was_asked_for() {
 #[test]
 fn a_bad_token_reaches_only_those_who_see_it() {
     let Some(device) = device("a_bad_token_reaches_only_those_who_see_it") else { return };
-    for kind in [KvType::F16, KvType::Int8, KvType::F32] {
+    for kind in KINDS {
         let shape = Shape { heads: 2, kv_heads: 1, head_dim: 32, window: Some(20) };
         let mut case = Case::new(&device, kind, shape, 60);
         let good = case.run(&[(0, 60)], 0, None, Form::F16);

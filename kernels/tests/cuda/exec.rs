@@ -90,9 +90,9 @@ fn logits_do_not_depend_on_the_company() {
     }
     let tokens = tokens(37);
     let (half, whole, bytes) = ((Form::F16, KvType::F16), (Form::F32, KvType::F32), (Form::F16, KvType::Int8));
-    let ints = (Form::Int8, KvType::F16);
+    let (ints, small) = ((Form::Int8, KvType::F16), (Form::F16, KvType::Fp8));
     for (name, scheme, spec, forms) in [
-        ("cu-inv4", int(4, 64, ZeroKind::Mid), plain(true), &[half, ints][..]),
+        ("cu-inv4", int(4, 64, ZeroKind::Mid), plain(true), &[half, ints, small][..]),
         ("cu-inv8", int(8, 32, ZeroKind::Code), plain(true), &[half, ints]),
         ("cu-inv4-all", int(4, 32, ZeroKind::Min), everything(), &[half, bytes, whole, ints]),
         ("cu-invf-all", Scheme::Float(FloatType::F16), everything(), &[half]),
@@ -171,7 +171,7 @@ fn blocks_can_be_copied_read_and_written() {
     }
     let file = model("cu-blocks", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
     let tokens = tokens(20);
-    for kv in [KvType::F16, KvType::F32, KvType::Int8] {
+    for kv in [KvType::F16, KvType::F32, KvType::Int8, KvType::Fp8] {
         let mut executor = executor(&file, Form::F16, kv, 32);
         let last = |executor: &mut CudaExecutor, start: usize, blocks: &[u32]| {
             let output = Output::Logits { from: 0 };

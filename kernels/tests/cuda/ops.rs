@@ -11,7 +11,7 @@ use quern_kernels::{
     },
     reference::ops as oracle,
 };
-use quern_models::spec::Act;
+use quern_models::{Mini, spec::Act};
 
 use crate::common::{Random, acts, bits, bound, close, device, read_acts, up};
 
@@ -157,7 +157,7 @@ fn heads_are_normed_turned_and_stored() {
         let mut words: Vec<u32> = places.iter().map(|(b, s)| b * BLOCK as u32 + *s as u32).collect();
         words[4] = NO_PLACE;
         let dplaces = up(&device, &words);
-        for kind in [KvType::F16, KvType::F32, KvType::Int8] {
+        for kind in [KvType::F16, KvType::F32, KvType::Int8, KvType::Fp8] {
             for (turns, norms) in [(true, true), (true, false), (false, true), (false, false)] {
                 let mut pool = KvPool::new(&device, &layers, 5, kind).unwrap();
                 let (dq, dc, ds) = (up(&device, &qkv), up(&device, &cos), up(&device, &sin));
@@ -247,6 +247,7 @@ fn read_token(kind: KvType, bytes: &[u8], slot: usize, d: usize) -> (Vec<f32>, V
             KvType::F16 => half_at(2 * place),
             KvType::F32 => f32::from_le_bytes(bytes[4 * place..4 * place + 4].try_into().expect("four bytes")),
             KvType::Int8 => bytes[4 * BLOCK + place] as i8 as f32 * half_at(2 * (part * BLOCK + slot)),
+            KvType::Fp8 => Mini::E4M3.value(bytes[4 * BLOCK + place]) * half_at(2 * (part * BLOCK + slot)),
         }
     };
     ((0..d).map(|i| element(0, i)).collect(), (0..d).map(|i| element(1, i)).collect())

@@ -173,16 +173,27 @@ fn generate(
 ) -> Result<(), Box<dyn Error>> {
     let greedy = SamplingParams::greedy();
     let ids: Vec<u32> = (0..depth + tokens).map(|i| token(i, vocab)).collect();
-    for start in depth..depth + tokens {
+    let plan = |start: usize| {
         let (tokens, history) = (&ids[start..start + 1], &ids[..start + 1]);
         let chunk = |blocks| {
             let output =
                 Output::Tokens { from: 0, params: &greedy, history, prompt_len: depth, logprobs: None, allowed: None };
             Chunk { tokens, start, blocks, mask: Mask::Causal, output }
         };
-        let ticket = executor.submit(&Plan { chunks: tables.iter().map(|t| chunk(t)).collect() })?;
+        Plan { chunks: tables.iter().map(|t| chunk(t)).collect() }
+    };
+    let from: Vec<usize> = (0..tables.len()).collect();
+    let mut ticket = executor.submit(&plan(depth))?;
+    // As the engine does it: the next step is under way before the last one is looked at, where the device can.
+    for start in depth + 1..depth + tokens {
+        let next = if executor.has_next() { executor.submit_next(&plan(start), &from)? } else { None };
         executor.collect(ticket)?;
+        ticket = match next {
+            Some(ticket) => ticket,
+            None => executor.submit(&plan(start))?,
+        };
     }
+    executor.collect(ticket)?;
     Ok(())
 }
 

@@ -1,10 +1,10 @@
 //! What attention needs beside the eight f32 lanes: exact dot products of pairs of i16 into eight i32, and steps whose
 //! registers must be counted.
 
-#[cfg(target_arch = "x86_64")]
-use super::super::lanes::{Avx2, Avx512};
 #[cfg(target_arch = "aarch64")]
 use super::super::lanes::Neon;
+#[cfg(target_arch = "x86_64")]
+use super::super::lanes::{Avx2, Avx512};
 use super::super::lanes::{Lanes, MAGIC, Portable};
 
 /// Integer operations of a CPU that has the `Lanes`.

@@ -9,13 +9,13 @@
 use std::ops::Range;
 
 use super::super::kv::BLOCK;
-#[cfg(target_arch = "x86_64")]
-use super::super::lanes::{Avx2, Avx512};
 #[cfg(target_arch = "aarch64")]
 use super::super::lanes::Neon;
+#[cfg(target_arch = "x86_64")]
+use super::super::lanes::{Avx2, Avx512};
 use super::super::lanes::{Lanes, Portable, exp2, greatest};
-use super::codes;
 use super::ints::Ints;
+use super::{codes, fp8};
 
 /// Storage of elements in a block.
 pub(super) trait Element {
@@ -135,6 +135,12 @@ pub(super) trait Loops: Ints {
     /// See `scores`.
     unsafe fn widen<E: Element>(from: *const E::Raw, next: *const E::Raw, to: *mut f32, n: usize);
     /// # Safety
+    /// As [`fp8::keys`].
+    unsafe fn widen_keys(at: *const u8, next: *const u8, to: *mut f32, d: usize);
+    /// # Safety
+    /// As [`fp8::values`].
+    unsafe fn widen_values(at: *const u8, next: *const u8, to: *mut f32, d: usize);
+    /// # Safety
     /// See `scores`.
     unsafe fn code_query(q: &[f32], scale: f32, stride: usize, to: *mut [i16; 2], unit: *mut f32);
     /// # Safety
@@ -219,6 +225,16 @@ macro_rules! loops {
             unsafe fn widen<E: Element>(from: *const E::Raw, next: *const E::Raw, to: *mut f32, n: usize) {
                 // SAFETY: see `scores`.
                 unsafe { widen::<Self, E>(from, next, to, n) }
+            }
+            $(#[$feature])?
+            unsafe fn widen_keys(at: *const u8, next: *const u8, to: *mut f32, d: usize) {
+                // SAFETY: see `scores`.
+                unsafe { fp8::keys::<Self>(at, next, to, d) }
+            }
+            $(#[$feature])?
+            unsafe fn widen_values(at: *const u8, next: *const u8, to: *mut f32, d: usize) {
+                // SAFETY: see `scores`.
+                unsafe { fp8::values::<Self>(at, next, to, d) }
             }
             $(#[$feature])?
             unsafe fn code_query(q: &[f32], scale: f32, stride: usize, to: *mut [i16; 2], unit: *mut f32) {

@@ -193,7 +193,7 @@ pub(super) struct State<'s> {
     /// Softmax of all vectors.
     pub all: Tile,
     /// A block's keys or values as f32, `[BLOCK * head_dim]`.
-    wide: *mut f32,
+    pub wide: *mut f32,
     vectors: usize,
     /// (vectors, how many) of the shorter and of the longer tiles.
     tiles: ((usize, usize), (usize, usize)),
@@ -547,7 +547,7 @@ unsafe fn values_of<V: Loops, E: Element, const AHEAD: bool>(
 ///
 /// # Safety
 /// As [`Storage::block`].
-unsafe fn all_scores<V: Loops, E: Element>(
+pub(super) unsafe fn all_scores<V: Loops, E: Element>(
     g: &Group,
     s: &State,
     start: usize,
@@ -576,7 +576,7 @@ unsafe fn all_scores<V: Loops, E: Element>(
 ///
 /// # Safety
 /// As [`Storage::block`]; `all_scores` ran on the block.
-unsafe fn all_values<V: Loops, E: Element>(
+pub(super) unsafe fn all_values<V: Loops, E: Element>(
     g: &Group,
     s: &State,
     start: usize,
