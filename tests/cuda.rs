@@ -93,6 +93,14 @@ fn texts_in_int8_do_not_depend_on_company_on_the_gpu() {
     assert_eq!(gpu.reports(), Vec::<String>::new());
 }
 
+#[test]
+fn texts_with_an_fp8_cache_do_not_depend_on_company_on_the_gpu() {
+    let gpu = quern_vgpu::load();
+    gpu.set("check", "fatal");
+    lossless("models/llama-gptq-w4-g64-asym", Run::GpuFp8, 3);
+    assert_eq!(gpu.reports(), Vec::<String>::new());
+}
+
 /// As a person would: the program, a device on the command line.
 #[test]
 fn the_program_answers_on_the_gpu() {

@@ -30,6 +30,11 @@ fn real_layers_with_int8_keys_and_values() {
 }
 
 #[test]
+fn real_layers_with_fp8_keys_and_values() {
+    lossless("models/smollm2-gptq-2layer", Run::Fp8, 10);
+}
+
+#[test]
 fn real_layers_in_exact_mode() {
     lossless("models/smollm2-gptq-2layer", Run::Exact, 12);
 }

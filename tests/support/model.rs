@@ -26,12 +26,16 @@ pub enum Run {
     Default,
     /// int8 activations, int8 KV.
     Small,
+    /// int8 activations, fp8 KV.
+    Fp8,
     /// On a GPU: nothing is rounded.
     GpuExact,
     /// On a GPU: f16 activations, f16 KV.
     GpuDefault,
     /// On a GPU: int8 activations, f16 KV.
     GpuInt8,
+    /// On a GPU: f16 activations, fp8 KV.
+    GpuFp8,
     /// So many layers on a GPU, the others on the CPU: nothing is rounded.
     SplitExact(usize),
     /// The same with each device's usual activations, f16 KV.
@@ -42,8 +46,8 @@ impl Run {
     pub fn activations(self) -> Option<Activations> {
         match self {
             Run::Exact | Run::GpuExact | Run::SplitExact(_) => Some(Activations::F32),
-            Run::Default | Run::Small | Run::GpuInt8 => Some(Activations::Int8),
-            Run::GpuDefault => Some(Activations::F16),
+            Run::Default | Run::Small | Run::Fp8 | Run::GpuInt8 => Some(Activations::Int8),
+            Run::GpuDefault | Run::GpuFp8 => Some(Activations::F16),
             Run::SplitDefault(_) => None,
         }
     }
@@ -57,7 +61,7 @@ impl Run {
 
     pub fn device(self) -> Device {
         match self {
-            Run::Exact | Run::Default | Run::Small => Device::Cpu,
+            Run::Exact | Run::Default | Run::Small | Run::Fp8 => Device::Cpu,
             _ => Device::Cuda(0),
         }
     }
@@ -83,6 +87,7 @@ impl Run {
             Run::Exact | Run::GpuExact | Run::SplitExact(_) => KvType::F32,
             Run::Default | Run::GpuDefault | Run::GpuInt8 | Run::SplitDefault(_) => KvType::F16,
             Run::Small => KvType::Int8,
+            Run::Fp8 | Run::GpuFp8 => KvType::Fp8,
         }
     }
 

@@ -81,8 +81,7 @@ pub(crate) trait Lanes: Copy {
     /// # Safety
     /// The CPU has the instruction set; `p` is valid for reading 8 f16.
     unsafe fn load_f16(p: *const u16) -> Self;
-    /// Eight e4m3 codes, none of which is NaN. Each is an f16 but for the exponent's bias: 2^8 times what the same bits are
-    /// there.
+    /// 2^-8 times what eight e4m3 codes mean, none of which is NaN: each is an f16 but for the exponent's bias.
     ///
     /// # Safety
     /// The CPU has the instruction set; `p` is valid for reading 8 codes.
@@ -92,7 +91,7 @@ pub(crate) trait Lanes: Copy {
         let codes = unsafe { p.cast::<[u8; 8]>().read() };
         let halves = codes.map(|code| (u16::from(code) & 0x80) << 8 | (u16::from(code) & 0x7f) << 7);
         // SAFETY: the caller's promise; eight f16.
-        unsafe { Self::load_f16(halves.as_ptr()).mul(Self::splat(256.0)) }
+        unsafe { Self::load_f16(halves.as_ptr()) }
     }
     /// # Safety
     /// `p` is valid for writing 8 elements.
@@ -318,6 +317,11 @@ mod avx512 {
             Avx512(unsafe { Avx2::load_f16(p) })
         }
         #[inline(always)]
+        unsafe fn load_e4m3(p: *const u8) -> Self {
+            // SAFETY: see `splat`.
+            Avx512(unsafe { Avx2::load_e4m3(p) })
+        }
+        #[inline(always)]
         unsafe fn store(self, p: *mut f32) {
             // SAFETY: see `splat`.
             unsafe { self.0.store(p) }
@@ -398,6 +402,16 @@ mod avx2 {
         unsafe fn load_f16(p: *const u16) -> Self {
             // SAFETY: the caller's promise.
             Avx2(unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) })
+        }
+        #[inline(always)]
+        unsafe fn load_e4m3(p: *const u8) -> Self {
+            // SAFETY: the caller's promise. Codes lie in the upper bytes: the sign stays, the others go one to the right.
+            unsafe {
+                let codes = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64(p.cast()));
+                let rest = _mm_and_si128(_mm_srli_epi16::<1>(codes), _mm_set1_epi16(0x3f80));
+                let sign = _mm_and_si128(codes, _mm_set1_epi16(0x8000u16 as i16));
+                Avx2(_mm256_cvtph_ps(_mm_or_si128(sign, rest)))
+            }
         }
         #[inline(always)]
         unsafe fn store(self, p: *mut f32) {

@@ -30,6 +30,9 @@ impl Storage for Small {
     }
 }
 
+/// What `load_e4m3` leaves out.
+const UP: f32 = 256.0;
+
 /// Keys of a (block, head), `[d][BLOCK]`, under the scales of their tokens. A code has 4 significant bits and a scale 11:
 /// their products are exact.
 ///
@@ -40,6 +43,7 @@ pub(super) unsafe fn keys<V: Lanes>(at: *const u8, next: *const u8, to: *mut f32
     // SAFETY: the caller's promise.
     unsafe {
         let scales = [V::load_f16(at.cast()), V::load_f16(at.cast::<u16>().add(8))];
+        let scales = scales.map(|scale| scale.mul(V::splat(UP)));
         V::prefetch(next);
         for i in 0..d {
             let row = i * BLOCK;
@@ -60,7 +64,8 @@ pub(super) unsafe fn values<V: Lanes>(at: *const u8, next: *const u8, to: *mut f
     // SAFETY: the caller's promise; scales of values lie behind those of keys.
     unsafe {
         for t in 0..BLOCK {
-            let scale = V::splat(half::f16::from_bits(at.cast::<u16>().add(BLOCK + t).read()).to_f32());
+            let scale = half::f16::from_bits(at.cast::<u16>().add(BLOCK + t).read()).to_f32();
+            let scale = V::splat(scale * UP);
             for i in (0..d).step_by(8) {
                 let place = SCALES + BLOCK * d + t * d + i;
                 V::prefetch(next.wrapping_add(place));
