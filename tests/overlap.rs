@@ -208,7 +208,7 @@ fn requests(vocab: usize, count: usize) -> Vec<Request> {
             1 => sampled(seed),
             2 => SamplingParams { top_k: 20, top_p: 0.9, ..sampled(seed) },
             3 => SamplingParams { temperature: 1.5, min_p: 0.02, logit_bias: vec![(3, 2.0)], ..sampled(seed) },
-            _ if i % 2 == 0 => SamplingParams { repetition_penalty: 1.2, ..sampled(seed) },
+            _ if i.is_multiple_of(2) => SamplingParams { repetition_penalty: 1.2, ..sampled(seed) },
             _ => SamplingParams { temperature: 0.5, ..sampled(seed) },
         };
         let length = [1, 3, 15, 16, 17, 40, 90][i % 7];
@@ -217,8 +217,8 @@ fn requests(vocab: usize, count: usize) -> Vec<Request> {
             max_tokens: 12 + i % 50,
             sampling,
             // Some of them end early: any token may.
-            stop_ids: if i % 3 == 0 { (0..vocab as u32).filter(|t| t % 17 == 5).collect() } else { vec![] },
-            ignore_eos: i % 3 != 0,
+            stop_ids: if i.is_multiple_of(3) { (0..vocab as u32).filter(|t| t % 17 == 5).collect() } else { vec![] },
+            ignore_eos: !i.is_multiple_of(3),
             ..Request::default()
         }
     };

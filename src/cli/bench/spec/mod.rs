@@ -242,7 +242,7 @@ fn in_all_modes<'a>(
             speculation: Speculation::OFF,
             ..EngineOptions::default()
         };
-        let options = draft::with_trees(options, &file, small.as_deref());
+        let options = draft::with_trees(options, file, small.as_deref());
         let executor = exec::open(file.clone(), options.exec(file.spec()), |_| {})?;
         let mode = mode.map_or(usual, |mode| exec::Activations::from(mode).name());
         let mode = if float { "float" } else { mode }.to_string();
