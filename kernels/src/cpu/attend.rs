@@ -16,6 +16,8 @@ mod codes;
 mod ints;
 mod loops;
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod wide;
 
 use std::ops::Range;
 
@@ -32,6 +34,8 @@ use crate::{
 use codes::Codes;
 use loops::{Half, Loops, Single};
 use tile::{Group, Own, Rows, State, Storage};
+#[cfg(target_arch = "x86_64")]
+use wide::Avx512;
 
 /// Calls `$f::<lanes, storage>` for what the CPU and the cache are.
 macro_rules! run {
@@ -46,6 +50,12 @@ macro_rules! run {
             (Kind::Avx2, KvType::F32) => $f::<Avx2, Single> $args,
             #[cfg(target_arch = "x86_64")]
             (Kind::Avx2, KvType::Int8) => $f::<Avx2, Codes> $args,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx512, KvType::F16) => $f::<Avx512, Half> $args,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx512, KvType::F32) => $f::<Avx512, Single> $args,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx512, KvType::Int8) => $f::<Avx512, Codes> $args,
             #[cfg(target_arch = "aarch64")]
             (Kind::Neon, KvType::F16) => $f::<Neon, Half> $args,
             #[cfg(target_arch = "aarch64")]
@@ -389,6 +399,8 @@ pub fn merge(simd: Simd, partials: &[f32], out: &mut [f32]) {
             Kind::Portable => merge_in::<Portable>(partials, out),
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => merge_in::<Avx2>(partials, out),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512 => merge_in::<Avx512>(partials, out),
             #[cfg(target_arch = "aarch64")]
             Kind::Neon => merge_in::<Neon>(partials, out),
         }

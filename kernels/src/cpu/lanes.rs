@@ -13,6 +13,8 @@ pub(crate) enum Kind {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
     #[cfg(target_arch = "aarch64")]
     Neon,
 }
@@ -26,6 +28,11 @@ impl Simd {
         Simd::available().last().copied().unwrap_or(Simd::PORTABLE)
     }
 
+    /// The one of that name, if this CPU can run it.
+    pub fn by_name(name: &str) -> Option<Simd> {
+        Simd::available().into_iter().find(|simd| simd.name() == name)
+    }
+
     /// Every one that this CPU can run, best last.
     pub fn available() -> Vec<Simd> {
         #[allow(unused_mut)]
@@ -33,6 +40,9 @@ impl Simd {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
             found.push(Simd(Kind::Avx2));
+            if super::avx512::detected() {
+                found.push(Simd(Kind::Avx512));
+            }
         }
         // Part of every processor that this target is compiled for.
         #[cfg(target_arch = "aarch64")]
@@ -40,12 +50,14 @@ impl Simd {
         found
     }
 
-    /// `portable`, `avx2`, `neon`.
+    /// `portable`, `avx2`, `avx512`, `neon`.
     pub fn name(self) -> &'static str {
         match self.0 {
             Kind::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512 => "avx512",
             #[cfg(target_arch = "aarch64")]
             Kind::Neon => "neon",
         }
@@ -161,7 +173,7 @@ pub(crate) unsafe fn polynomial<V: Lanes>(c: &[f32], r: V) -> V {
 const EXP: [f32; 7] = [0.001_381_446_7, 0.008_368_781, 0.041_668_393, 0.166_665_2, 0.499_999_94, 1.0, 1.0];
 
 /// 2^r for |r| <= 1/2: least relative error (6e-9) with the last two fixed, so 2^0 is 1.
-const EXP2: [f32; 7] =
+pub(crate) const EXP2: [f32; 7] =
     [0.000_153_925_46, 0.001_338_944_5, 0.009_618_276, 0.055_503_644, 0.240_226_49, std::f32::consts::LN_2, 1.0];
 
 /// The specification.

@@ -22,8 +22,8 @@ macro_rules! on {
             // SAFETY: runs everywhere.
             Kind::Portable => unsafe { $kernel::<Portable>($($arg),*) },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: this `Simd` exists only where the features were detected.
-            Kind::Avx2 => unsafe { avx2($($arg),*) },
+            // SAFETY: these exist only where the features were detected.
+            Kind::Avx2 | Kind::Avx512 => unsafe { avx2($($arg),*) },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: part of every processor of this target.
             Kind::Neon => unsafe { $kernel::<$crate::cpu::lanes::Neon>($($arg),*) },
