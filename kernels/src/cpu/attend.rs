@@ -10,7 +10,7 @@
 //! order.
 //!
 //! [`attend`] does a whole step; the unit functions below it are for callers that plan regions themselves. The
-//! arithmetic is in `tile`.
+//! arithmetic is in `tile`, its inner loops in `loops` and `codes`, those of AVX-512 in `wide`.
 
 mod codes;
 mod ints;
