@@ -135,6 +135,21 @@ const CHUNKS: [(usize, usize); 15] = [
     (407, 300),
 ];
 
+/// What the other tests cannot look at here is said, and counted as skipped.
+#[test]
+fn lanes_that_were_compiled_can_run_here() {
+    let compiled: &[&str] = match std::env::consts::ARCH {
+        "x86_64" => &["portable", "avx2", "avx512"],
+        "aarch64" => &["portable", "neon"],
+        _ => &["portable"],
+    };
+    let missing: Vec<_> = compiled.iter().copied().filter(|name| Simd::by_name(name).is_none()).collect();
+    if !missing.is_empty() {
+        println!("SKIPPED lanes of {}: this processor cannot run them", missing.join(", "));
+    }
+    assert!(Simd::available().iter().all(|simd| compiled.contains(&simd.name())));
+}
+
 /// Every chunk of `CHUNKS` against the oracle, and every row of it against the row alone in portable code.
 fn conform(kind: KvType, kv_heads: usize, group: usize, d: usize, window: Option<usize>) {
     let mut case = Case::new(kind, kv_heads, group, d, 707);

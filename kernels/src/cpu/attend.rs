@@ -10,7 +10,7 @@
 //! order.
 //!
 //! [`attend`] does a whole step; the unit functions below it are for callers that plan regions themselves. The
-//! arithmetic is in `tile`.
+//! arithmetic is in `tile`, its inner loops in `loops` and `codes`, those of AVX-512 in `wide`.
 
 mod codes;
 mod fp8;
@@ -23,10 +23,10 @@ mod wide;
 use std::ops::Range;
 
 use super::kv::{KvMemory, KvType};
+#[cfg(target_arch = "x86_64")]
+use super::lanes::Avx2;
 #[cfg(target_arch = "aarch64")]
 use super::lanes::Neon;
-#[cfg(target_arch = "x86_64")]
-use super::lanes::{Avx2, Avx512};
 use super::lanes::{Kind, Portable, Simd};
 use crate::{
     mask::Mask,
@@ -36,6 +36,8 @@ use codes::Codes;
 use fp8::Small;
 use loops::{Half, Loops, Single};
 use tile::{Group, Own, Rows, State, Storage};
+#[cfg(target_arch = "x86_64")]
+use wide::Avx512;
 
 /// Calls `$f::<lanes, storage>` for what the CPU and the cache are.
 macro_rules! run {
@@ -405,7 +407,9 @@ pub fn merge(simd: Simd, partials: &[f32], out: &mut [f32]) {
         match simd.kind() {
             Kind::Portable => merge_in::<Portable>(partials, out),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2 | Kind::Avx512 => merge_in::<Avx2>(partials, out),
+            Kind::Avx2 => merge_in::<Avx2>(partials, out),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512 => merge_in::<Avx512>(partials, out),
             #[cfg(target_arch = "aarch64")]
             Kind::Neon => merge_in::<Neon>(partials, out),
         }

@@ -95,9 +95,8 @@ impl Isa {
     pub fn simd(&self) -> Simd {
         match self.level {
             Level::Scalar => Simd::PORTABLE,
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx2 | Level::AvxVnni => Simd::without_avx512(),
-            _ => Simd::detect(),
+            Level::Avx2 | Level::AvxVnni => Simd::by_name("avx2").unwrap_or(Simd::PORTABLE),
+            Level::Avx512 | Level::Neon | Level::NeonI8mm => Simd::detect(),
         }
     }
 

@@ -13,7 +13,6 @@ pub(crate) enum Kind {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// AVX2 but for attention over many rows, which works on sixteen lanes.
     #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "aarch64")]
@@ -29,6 +28,11 @@ impl Simd {
         Simd::available().last().copied().unwrap_or(Simd::PORTABLE)
     }
 
+    /// The one of that name, if this CPU can run it.
+    pub fn by_name(name: &str) -> Option<Simd> {
+        Simd::available().into_iter().find(|simd| simd.name() == name)
+    }
+
     /// Every one that this CPU can run, best last.
     pub fn available() -> Vec<Simd> {
         #[allow(unused_mut)]
@@ -36,7 +40,7 @@ impl Simd {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c") {
             found.push(Simd(Kind::Avx2));
-            if is_x86_feature_detected!("avx512f") {
+            if super::avx512::detected() {
                 found.push(Simd(Kind::Avx512));
             }
         }
@@ -44,12 +48,6 @@ impl Simd {
         #[cfg(target_arch = "aarch64")]
         found.push(Simd(Kind::Neon));
         found
-    }
-
-    /// The best one for this CPU that uses no AVX-512.
-    #[cfg(target_arch = "x86_64")]
-    pub(crate) fn without_avx512() -> Simd {
-        Simd::available().into_iter().rfind(|simd| simd.0 != Kind::Avx512).unwrap_or(Simd::PORTABLE)
     }
 
     /// `portable`, `avx2`, `avx512`, `neon`.
@@ -281,77 +279,7 @@ fn widen(bits: [u16; 8]) -> [f32; 8] {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use {avx2::Avx2, avx512::Avx512};
-
-#[cfg(target_arch = "x86_64")]
-mod avx512 {
-    use super::{Avx2, Lanes};
-
-    /// The eight lanes of AVX2, on a CPU that has AVX-512 F, too.
-    #[derive(Clone, Copy)]
-    pub(crate) struct Avx512(pub Avx2);
-
-    macro_rules! op {
-        ($($name:ident($($arg:ident),*);)*) => {$(
-            #[inline(always)]
-            fn $name(self, $($arg: Self),*) -> Self {
-                Avx512(self.0.$name($($arg.0),*))
-            }
-        )*};
-    }
-
-    impl Lanes for Avx512 {
-        #[inline(always)]
-        unsafe fn splat(x: f32) -> Self {
-            // SAFETY: the caller's promise; so for all.
-            Avx512(unsafe { Avx2::splat(x) })
-        }
-        #[inline(always)]
-        unsafe fn load(p: *const f32) -> Self {
-            // SAFETY: see `splat`.
-            Avx512(unsafe { Avx2::load(p) })
-        }
-        #[inline(always)]
-        unsafe fn load_f16(p: *const u16) -> Self {
-            // SAFETY: see `splat`.
-            Avx512(unsafe { Avx2::load_f16(p) })
-        }
-        #[inline(always)]
-        unsafe fn load_e4m3(p: *const u8) -> Self {
-            // SAFETY: see `splat`.
-            Avx512(unsafe { Avx2::load_e4m3(p) })
-        }
-        #[inline(always)]
-        unsafe fn store(self, p: *mut f32) {
-            // SAFETY: see `splat`.
-            unsafe { self.0.store(p) }
-        }
-        op! {
-            add(b);
-            sub(b);
-            mul(b);
-            div(b);
-            max(b);
-            min(b);
-            fma(b, c);
-            fnma(b, c);
-            select(yes, no);
-            exp2_of_magic();
-        }
-        #[inline(always)]
-        fn any_gt(self, b: Self) -> bool {
-            self.0.any_gt(b.0)
-        }
-        #[inline(always)]
-        fn to_array(self) -> [f32; 8] {
-            self.0.to_array()
-        }
-        #[inline(always)]
-        fn prefetch(p: *const u8) {
-            Avx2::prefetch(p);
-        }
-    }
-}
+pub(crate) use avx2::Avx2;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {

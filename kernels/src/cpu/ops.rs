@@ -22,7 +22,7 @@ macro_rules! on {
             // SAFETY: runs everywhere.
             Kind::Portable => unsafe { $kernel::<Portable>($($arg),*) },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: this `Simd` exists only where the features were detected.
+            // SAFETY: these exist only where the features were detected.
             Kind::Avx2 | Kind::Avx512 => unsafe { avx2($($arg),*) },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: part of every processor of this target.

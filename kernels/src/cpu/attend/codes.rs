@@ -13,17 +13,17 @@ use std::ops::Range;
 
 use super::super::kv::{BLOCK, SCALES};
 use super::ints::Ints;
-use super::loops::{Loops, Tile, keep, weigh};
+use super::loops::{Loops, Rise, Tile, keep, weigh};
 use super::tile::{Group, State, Storage, TILE};
 
 /// int8 codes with a scale per token.
 pub(super) struct Codes;
 
 /// Greatest 16-bit code.
-const MOST: f32 = 32767.0;
+pub(super) const MOST: f32 = 32767.0;
 
 /// Weights of a block none of which is greater count as 0: their inverse could overflow.
-const LEAST: f32 = 1e-30;
+pub(super) const LEAST: f32 = 1e-30;
 
 impl Storage for Codes {
     /// A block is done sooner than its successor arrives.
@@ -119,7 +119,7 @@ unsafe fn values_of<V: Loops, const AHEAD: bool>(n: usize, at: *const i8, next: 
 /// # Safety
 /// The CPU can run `V`; `to` is valid for the pairs, `unit` for one; the length of `q` is a multiple of 8.
 #[inline(always)]
-pub(super) unsafe fn query<V: Loops>(q: &[f32], scale: f32, stride: usize, to: *mut [i16; 2], unit: *mut f32) {
+pub(super) unsafe fn query<V: Ints>(q: &[f32], scale: f32, stride: usize, to: *mut [i16; 2], unit: *mut f32) {
     assert!(q.len().is_multiple_of(8));
     // SAFETY: the caller's promise; `i + 8 <= q.len()`.
     unsafe {
@@ -155,7 +155,7 @@ pub(super) unsafe fn query<V: Loops>(q: &[f32], scale: f32, stride: usize, to: *
 /// # Safety
 /// The CPU can run `V`; `q` is `[d / 2][N]`, `unit` `[N]`, `at` a (block, head) of int8, `t` holds `N` vectors.
 #[inline(always)]
-pub(super) unsafe fn scores<V: Loops, const N: usize, const AHEAD: bool>(
+pub(super) unsafe fn scores<V: Rise, const N: usize, const AHEAD: bool>(
     q: *const [i16; 2],
     unit: *const f32,
     at: *const u8,
@@ -227,7 +227,7 @@ unsafe fn encode<V: Ints>(e0: V, e1: V, scales: *const u16, t: Tile) {
 /// # Safety
 /// As [`encode`]; `sees` is within the block.
 #[inline(always)]
-pub(super) unsafe fn weigh_some<V: Loops>(sees: Range<usize>, scales: *const u16, t: Tile) {
+pub(super) unsafe fn weigh_some<V: Rise>(sees: Range<usize>, scales: *const u16, t: Tile) {
     // SAFETY: the caller's promise.
     unsafe {
         if sees.is_empty() {
@@ -272,7 +272,7 @@ pub(super) unsafe fn values<V: Ints, const N: usize, const STRIP: usize, const A
 /// # Safety
 /// As [`values`].
 #[inline(always)]
-unsafe fn strip<V: Ints, const N: usize, const STRIP: usize, const AHEAD: bool>(
+pub(super) unsafe fn strip<V: Ints, const N: usize, const STRIP: usize, const AHEAD: bool>(
     at: *const i8,
     next: *const u8,
     i: usize,

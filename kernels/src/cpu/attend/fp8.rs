@@ -9,10 +9,6 @@ use super::tile::{Group, State, Storage, all_scores, all_values};
 pub(super) struct Small;
 
 impl Storage for Small {
-    fn tile<V: Loops>() -> usize {
-        Single::tile::<V>()
-    }
-
     unsafe fn queries<V: Loops>(g: &Group, s: &State) {
         // SAFETY: the caller's promise.
         unsafe { Single::queries::<V>(g, s) }

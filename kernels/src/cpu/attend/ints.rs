@@ -1,10 +1,10 @@
 //! What attention needs beside the eight f32 lanes: exact dot products of pairs of i16 into eight i32, and steps whose
 //! registers must be counted.
 
+#[cfg(target_arch = "x86_64")]
+use super::super::lanes::Avx2;
 #[cfg(target_arch = "aarch64")]
 use super::super::lanes::Neon;
-#[cfg(target_arch = "x86_64")]
-use super::super::lanes::{Avx2, Avx512};
 use super::super::lanes::{Lanes, MAGIC, Portable};
 
 /// Integer operations of a CPU that has the `Lanes`.
@@ -13,8 +13,6 @@ pub(super) trait Ints: Lanes {
     type Pairs: Copy;
     /// Eight i32.
     type Sums: Copy;
-    /// Whether tiles of many vectors have loops on sixteen lanes (`wide`).
-    const WIDE: bool = false;
     /// # Safety
     /// The CPU has the instruction set.
     unsafe fn zeros() -> Self::Sums;
@@ -105,54 +103,6 @@ macro_rules! plain {
 plain!(Portable);
 #[cfg(target_arch = "aarch64")]
 plain!(Neon);
-
-#[cfg(target_arch = "x86_64")]
-impl Ints for Avx512 {
-    type Pairs = <Avx2 as Ints>::Pairs;
-    type Sums = <Avx2 as Ints>::Sums;
-    const WIDE: bool = true;
-    #[inline(always)]
-    unsafe fn zeros() -> Self::Sums {
-        // SAFETY: the caller's promise; so for all.
-        unsafe { Avx2::zeros() }
-    }
-    #[inline(always)]
-    unsafe fn pairs(p: *const i8) -> Self::Pairs {
-        // SAFETY: see `zeros`.
-        unsafe { Avx2::pairs(p) }
-    }
-    #[inline(always)]
-    unsafe fn pair(p: *const [i16; 2]) -> Self::Pairs {
-        // SAFETY: see `zeros`.
-        unsafe { Avx2::pair(p) }
-    }
-    #[inline(always)]
-    unsafe fn dot(sums: Self::Sums, a: Self::Pairs, b: Self::Pairs) -> Self::Sums {
-        // SAFETY: see `zeros`.
-        unsafe { Avx2::dot(sums, a, b) }
-    }
-    #[inline(always)]
-    unsafe fn floats(sums: Self::Sums) -> Self {
-        // SAFETY: see `zeros`.
-        Avx512(unsafe { Avx2::floats(sums) })
-    }
-    #[inline(always)]
-    unsafe fn store_i16(low: Self, high: Self, p: *mut i16) {
-        // SAFETY: see `zeros`.
-        unsafe { Avx2::store_i16(low.0, high.0, p) }
-    }
-    #[inline(always)]
-    unsafe fn fma3_f16(acc: &mut [Self; 3], x: [Self; 3], p: *const u16) {
-        let mut sums = acc.map(|x| x.0);
-        // SAFETY: see `zeros`.
-        unsafe { Avx2::fma3_f16(&mut sums, x.map(|x| x.0), p) };
-        *acc = sums.map(Avx512);
-    }
-    #[inline(always)]
-    fn spread_greatest(self) -> Self {
-        Avx512(self.0.spread_greatest())
-    }
-}
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {

@@ -6,15 +6,19 @@
 // Loops over registers: indices are what must be unrolled.
 #![allow(clippy::needless_range_loop)]
 
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{__m512, _mm256_loadu_si256, _mm512_cvtph_ps, _mm512_loadu_ps};
 use std::ops::Range;
 
 use super::super::kv::BLOCK;
+#[cfg(target_arch = "x86_64")]
+use super::super::lanes::Avx2;
 #[cfg(target_arch = "aarch64")]
 use super::super::lanes::Neon;
-#[cfg(target_arch = "x86_64")]
-use super::super::lanes::{Avx2, Avx512};
 use super::super::lanes::{Lanes, Portable, exp2, greatest};
 use super::ints::Ints;
+#[cfg(target_arch = "x86_64")]
+use super::wide::join;
 use super::{codes, fp8};
 
 /// Storage of elements in a block.
@@ -24,10 +28,16 @@ pub(super) trait Element {
     /// # Safety
     /// The CPU can run `V`; `p` is valid for reading 8 elements.
     unsafe fn load<V: Lanes>(p: *const Self::Raw) -> V;
+    /// Two times eight elements.
+    ///
     /// # Safety
-    /// The CPU has AVX-512 F; `p` is valid for reading 16 elements.
+    /// The CPU has AVX-512; `p` is valid for reading 16 elements.
     #[cfg(target_arch = "x86_64")]
-    unsafe fn load_wide(p: *const Self::Raw) -> std::arch::x86_64::__m512;
+    #[inline(always)]
+    unsafe fn load_16(p: *const Self::Raw) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe { join(Self::load::<Avx2>(p).raw(), Self::load::<Avx2>(p.add(8)).raw()) }
+    }
     /// `acc[v] += x[v] * p`, each rounded once.
     ///
     /// # Safety
@@ -57,8 +67,7 @@ impl Element for Half {
     }
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    unsafe fn load_wide(p: *const u16) -> std::arch::x86_64::__m512 {
-        use std::arch::x86_64::*;
+    unsafe fn load_16(p: *const u16) -> __m512 {
         // SAFETY: the caller's promise.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
     }
@@ -88,15 +97,18 @@ impl Element for Single {
     }
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    unsafe fn load_wide(p: *const f32) -> std::arch::x86_64::__m512 {
+    unsafe fn load_16(p: *const f32) -> __m512 {
         // SAFETY: the caller's promise.
-        unsafe { std::arch::x86_64::_mm512_loadu_ps(p) }
+        unsafe { _mm512_loadu_ps(p) }
     }
 }
 
 /// The inner loops, compiled for one instruction set. They are the unit of code generation: what calls them is ordinary
 /// code, so that a dozen tile shapes do not end up in one function. Each is the free function of the same name.
-pub(super) trait Loops: Ints {
+pub(super) trait Loops {
+    /// Most vectors of a group that is taken through two blocks at once.
+    const PAIRS: usize;
+
     /// # Safety
     /// As the free function; so for all.
     unsafe fn scores<E: Element, const N: usize, const AHEAD: bool>(
@@ -108,7 +120,7 @@ pub(super) trait Loops: Ints {
     );
     /// # Safety
     /// See `scores`.
-    unsafe fn two_scores<E: Element, const N: usize>(
+    unsafe fn two_scores<E: Element, const N: usize, const AHEAD: bool>(
         q: *const f32,
         k: [*const E::Raw; 2],
         next: [*const u8; 2],
@@ -128,9 +140,6 @@ pub(super) trait Loops: Ints {
     /// # Safety
     /// See `scores`.
     unsafe fn weigh_some(sees: Range<usize>, t: Tile);
-    /// # Safety
-    /// See `scores`.
-    unsafe fn rise(top: Self, t: Tile) -> Self;
     /// # Safety
     /// See `scores`.
     unsafe fn widen<E: Element>(from: *const E::Raw, next: *const E::Raw, to: *mut f32, n: usize);
@@ -171,9 +180,26 @@ pub(super) trait Loops: Ints {
     unsafe fn normalize(l: f32, o: &mut [f32]);
 }
 
+/// Lanes with a [`rise`] that is not inlined.
+pub(super) trait Rise: Ints {
+    /// # Safety
+    /// As the free function.
+    unsafe fn rise(top: Self, t: Tile) -> Self;
+}
+
 macro_rules! loops {
     ($lanes:ty $(, $feature:meta)?) => {
+        impl Rise for $lanes {
+            $(#[$feature])?
+            #[inline(never)]
+            unsafe fn rise(top: Self, t: Tile) -> Self {
+                // SAFETY: the caller's promise.
+                unsafe { rise::<Self>(top, t) }
+            }
+        }
+
         impl Loops for $lanes {
+            const PAIRS: usize = 3;
             $(#[$feature])?
             unsafe fn scores<E: Element, const N: usize, const AHEAD: bool>(
                 q: *const f32,
@@ -186,14 +212,14 @@ macro_rules! loops {
                 unsafe { scores::<Self, E, N, AHEAD>(q, k, next, full, t) }
             }
             $(#[$feature])?
-            unsafe fn two_scores<E: Element, const N: usize>(
+            unsafe fn two_scores<E: Element, const N: usize, const AHEAD: bool>(
                 q: *const f32,
                 k: [*const E::Raw; 2],
                 next: [*const u8; 2],
                 t: [Tile; 2],
             ) {
                 // SAFETY: see `scores`.
-                unsafe { two_scores::<Self, E, N>(q, k, next, t) }
+                unsafe { two_scores::<Self, E, N, AHEAD>(q, k, next, t) }
             }
             $(#[$feature])?
             unsafe fn weigh_all<const N: usize>(t: Tile) {
@@ -214,12 +240,6 @@ macro_rules! loops {
             unsafe fn weigh_some(sees: Range<usize>, t: Tile) {
                 // SAFETY: see `scores`.
                 unsafe { weigh_some::<Self>(sees, t) }
-            }
-            $(#[$feature])?
-            #[inline(never)]
-            unsafe fn rise(top: Self, t: Tile) -> Self {
-                // SAFETY: see `scores`.
-                unsafe { rise::<Self>(top, t) }
             }
             $(#[$feature])?
             unsafe fn widen<E: Element>(from: *const E::Raw, next: *const E::Raw, to: *mut f32, n: usize) {
@@ -284,8 +304,6 @@ macro_rules! loops {
 loops!(Portable);
 #[cfg(target_arch = "x86_64")]
 loops!(Avx2, target_feature(enable = "avx2,fma,f16c"));
-#[cfg(target_arch = "x86_64")]
-loops!(Avx512, target_feature(enable = "avx2,fma,f16c"));
 #[cfg(target_arch = "aarch64")]
 loops!(Neon);
 
@@ -344,7 +362,7 @@ impl Tile {
 /// # Safety
 /// The CPU can run `V`; `q` is `[d][N]`, `k` `[d][BLOCK]`, `t` holds `N` vectors.
 #[inline(always)]
-unsafe fn scores<V: Loops, E: Element, const N: usize, const AHEAD: bool>(
+unsafe fn scores<V: Rise, E: Element, const N: usize, const AHEAD: bool>(
     q: *const f32,
     k: *const E::Raw,
     next: *const u8,
@@ -382,7 +400,7 @@ unsafe fn scores<V: Loops, E: Element, const N: usize, const AHEAD: bool>(
 /// # Safety
 /// As [`scores`], twice.
 #[inline(always)]
-unsafe fn two_scores<V: Loops, E: Element, const N: usize>(
+unsafe fn two_scores<V: Ints, E: Element, const N: usize, const AHEAD: bool>(
     q: *const f32,
     k: [*const E::Raw; 2],
     next: [*const u8; 2],
@@ -398,7 +416,9 @@ unsafe fn two_scores<V: Loops, E: Element, const N: usize>(
                 x[v] = V::splat(*q.add(i * N + v));
             }
             for b in 0..2 {
-                V::prefetch(next[b].wrapping_add(i * BLOCK * size_of::<E::Raw>()));
+                if AHEAD {
+                    V::prefetch(next[b].wrapping_add(i * BLOCK * size_of::<E::Raw>()));
+                }
                 for half in 0..2 {
                     E::fma(&mut acc[b][half], x, k[b].add(i * BLOCK + 8 * half));
                 }
@@ -419,7 +439,7 @@ unsafe fn two_scores<V: Loops, E: Element, const N: usize>(
 /// # Safety
 /// The CPU can run `V`; `t` holds `N` vectors.
 #[inline(always)]
-unsafe fn weigh_all<V: Loops, const N: usize>(t: Tile) {
+unsafe fn weigh_all<V: Rise, const N: usize>(t: Tile) {
     for v in 0..N {
         // SAFETY: the caller's promise.
         unsafe {
@@ -440,7 +460,7 @@ pub(super) const UNROLL: usize = 4;
 /// # Safety
 /// The CPU can run `V`; `t` holds a vector.
 #[inline(always)]
-pub(super) unsafe fn weigh<V: Loops>(x0: V, x1: V, t: Tile) -> (V, V) {
+pub(super) unsafe fn weigh<V: Rise>(x0: V, x1: V, t: Tile) -> (V, V) {
     // SAFETY: the caller's promise.
     unsafe {
         let top = x0.max(x1);
@@ -461,7 +481,7 @@ pub(super) const SLACK: f32 = 8.0;
 /// # Safety
 /// As [`weigh`].
 #[inline(always)]
-unsafe fn rise<V: Loops>(top: V, t: Tile) -> V {
+unsafe fn rise<V: Rise>(top: V, t: Tile) -> V {
     // SAFETY: the caller's promise.
     unsafe {
         let m = greatest(top);
@@ -483,7 +503,7 @@ unsafe fn rise<V: Loops>(top: V, t: Tile) -> V {
 /// # Safety
 /// As [`weigh`]; `sees` is within the block.
 #[inline(always)]
-unsafe fn weigh_some<V: Loops>(sees: Range<usize>, t: Tile) {
+pub(super) unsafe fn weigh_some<V: Rise>(sees: Range<usize>, t: Tile) {
     // SAFETY: the caller's promise.
     unsafe {
         let (none, zero) = (V::splat(f32::NEG_INFINITY), V::splat(0.0));
@@ -635,7 +655,7 @@ unsafe fn widen<V: Lanes, E: Element>(from: *const E::Raw, next: *const E::Raw, 
 /// # Safety
 /// The CPU can run `V`. Both `o` have the same length, a multiple of 8.
 #[inline(always)]
-unsafe fn fold<V: Lanes>(m: &mut f32, l: &mut f32, o: &mut [f32], next: (f32, f32, &[f32])) {
+pub(super) unsafe fn fold<V: Lanes>(m: &mut f32, l: &mut f32, o: &mut [f32], next: (f32, f32, &[f32])) {
     assert!(o.len() == next.2.len() && o.len().is_multiple_of(8));
     let top = if next.0 > *m { next.0 } else { *m };
     // SAFETY: the caller's promise; the lengths were checked.
@@ -655,7 +675,7 @@ unsafe fn fold<V: Lanes>(m: &mut f32, l: &mut f32, o: &mut [f32], next: (f32, f3
 /// # Safety
 /// The CPU can run `V`. The length is a multiple of 8.
 #[inline(always)]
-unsafe fn normalize<V: Lanes>(l: f32, o: &mut [f32]) {
+pub(super) unsafe fn normalize<V: Lanes>(l: f32, o: &mut [f32]) {
     assert!(o.len().is_multiple_of(8));
     for i in (0..o.len()).step_by(8) {
         // SAFETY: the caller's promise; i + 8 <= length.

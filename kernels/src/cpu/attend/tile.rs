@@ -11,23 +11,13 @@ use std::ops::Range;
 use super::super::kv::{BLOCK, KvMemory, KvType, SCALES, copy_slot};
 use super::super::lanes::{Lanes, Portable, sum};
 use super::loops::{Element, Loops, Single, Tile};
-#[cfg(target_arch = "x86_64")]
-use super::wide;
 use super::{Line, SPLIT};
 
 /// Vectors of a full tile: two accumulators each, two registers for keys or values, one for the broadcast.
 pub(super) const TILE: usize = 6;
 
-/// Vectors of a full tile on sixteen lanes: of 32 registers 24 are accumulators of values.
-pub(super) const WIDE_TILE: usize = 12;
-
 /// How a (block, head) is stored, and what a group does with one.
 pub(super) trait Storage {
-    /// Vectors of a full tile.
-    fn tile<V: Loops>() -> usize {
-        TILE
-    }
-
     /// Fills in the scaled queries of a state.
     ///
     /// # Safety
@@ -45,7 +35,7 @@ pub(super) trait Storage {
     const AHEAD: usize = 1;
 
     /// Whether two blocks at once are faster.
-    fn pairs(_: &State) -> bool {
+    fn pairs<V: Loops>(_: &State) -> bool {
         false
     }
 
@@ -192,7 +182,7 @@ pub(super) struct State<'s> {
     pub q_unit: *mut f32,
     /// Softmax of all vectors.
     pub all: Tile,
-    /// A block's keys or values as f32, `[BLOCK * head_dim]`.
+    /// Two blocks' keys or values as f32, `[2][BLOCK * head_dim]`.
     pub wide: *mut f32,
     vectors: usize,
     /// (vectors, how many) of the shorter and of the longer tiles.
@@ -207,7 +197,7 @@ impl<'s> State<'s> {
     /// The CPU can run `V`.
     pub unsafe fn new<V: Loops, S: Storage>(g: &Group, scratch: &'s mut Vec<Line>) -> State<'s> {
         let (n, d) = (g.vectors(), g.head_dim);
-        let sizes = [n * d, n * d, 2 * n * BLOCK, n * 8, n, n, n, BLOCK * d].map(|x| x.div_ceil(16));
+        let sizes = [n * d, n * d, 2 * n * BLOCK, n * 8, n, n, n, 2 * BLOCK * d].map(|x| x.div_ceil(16));
         let lines: usize = sizes.iter().sum();
         if scratch.len() < lines {
             scratch.resize(lines, Line([0.0; 16]));
@@ -219,7 +209,7 @@ impl<'s> State<'s> {
             at = unsafe { at.add(size) };
             start.cast::<f32>()
         });
-        let count = n.div_ceil(S::tile::<V>());
+        let count = n.div_ceil(TILE);
         let tiles = ((n / count, count - n % count), (n / count + 1, n % count));
         let all = Tile { w, m, l, unit, o, d };
         let state = State { q, q_unit, all, wide, vectors: n, tiles, scratch: PhantomData };
@@ -306,7 +296,7 @@ unsafe fn through<V: Loops, S: Storage>(
 ) {
     let (mut block, end) = (blocks.start, blocks.end);
     while block < end {
-        let step = if end - block > 1 && S::pairs(s) { 2 } else { 1 };
+        let step = if end - block > 1 && S::pairs::<V>(s) { 2 } else { 1 };
         let at = [head(block), head(block + 1)];
         let ahead = block + step * S::AHEAD;
         // The last ones have no successors.
@@ -382,15 +372,11 @@ unsafe fn own_blocks<V: Loops, S: Storage>(
 }
 
 impl<E: Element> Storage for E {
-    fn tile<V: Loops>() -> usize {
-        if V::WIDE { WIDE_TILE } else { TILE }
-    }
-
     unsafe fn queries<V: Loops>(g: &Group, s: &State) {
         let d = g.head_dim;
         let scale = g.scale();
         for (first, len) in s.tiles() {
-            let mut from = [&g.q[..0]; WIDE_TILE];
+            let mut from = [&g.q[..0]; TILE];
             for (j, from) in from[..len].iter_mut().enumerate() {
                 *from = g.query(first + j);
             }
@@ -410,10 +396,10 @@ impl<E: Element> Storage for E {
         // SAFETY: V lies behind K^T; the arrays of `s` have the sizes that the callees need.
         unsafe {
             let (v, next_v) = (k.add(BLOCK * d), next.add(BLOCK * d));
-            if E::CONVERTED && s.vectors > Self::tile::<V>() {
-                widen::<V, E>(k, next, s.wide, BLOCK * d);
+            if E::CONVERTED && s.vectors > TILE {
+                V::widen::<E>(k, next, s.wide, BLOCK * d);
                 all_scores::<V, Single>(g, s, start, full, s.wide, s.wide);
-                widen::<V, E>(v, next_v, s.wide, BLOCK * d);
+                V::widen::<E>(v, next_v, s.wide, BLOCK * d);
                 all_values::<V, Single>(g, s, start, full, s.wide, s.wide);
             } else {
                 all_scores::<V, E>(g, s, start, full, k, next);
@@ -422,33 +408,91 @@ impl<E: Element> Storage for E {
         }
     }
 
-    fn pairs(s: &State) -> bool {
-        s.vectors <= 3
+    fn pairs<V: Loops>(s: &State) -> bool {
+        s.vectors <= V::PAIRS
     }
 
     unsafe fn two_blocks<V: Loops>(g: &Group, s: &State, start: usize, at: [*const u8; 2], next: [*const u8; 2]) {
-        let second = s.second();
-        let (k, next_v) =
-            (at.map(|at| at.cast::<E::Raw>()), next.map(|n| n.cast::<E::Raw>().wrapping_add(BLOCK * s.all.d)));
+        let (states, n) = ([s, &s.second()], BLOCK * s.all.d);
+        let k = at.map(|at| at.cast::<E::Raw>());
+        let next_k = next.map(|next| next.cast::<E::Raw>());
+        let wide = E::CONVERTED && s.vectors > TILE;
         // SAFETY: as in `block`.
         unsafe {
-            let t = [s.tile(0), second.tile(0)];
-            match s.vectors {
-                1 => V::two_scores::<E, 1>(s.q, k, next, t),
-                2 => V::two_scores::<E, 2>(s.q, k, next, t),
-                _ => V::two_scores::<E, 3>(s.q, k, next, t),
+            if wide {
+                let to = [s.wide, s.wide.add(n)];
+                (0..2).for_each(|b| V::widen::<E>(k[b], next_k[b], to[b], n));
+                both_scores::<V, Single>(states, to.map(|to| to.cast_const()), to.map(|to| to.cast_const()));
+            } else {
+                both_scores::<V, E>(states, k, next_k);
             }
-            for (b, s) in [s, &second].into_iter().enumerate() {
+            for (b, s) in states.into_iter().enumerate() {
                 let start = start + b * BLOCK;
                 let full = g.full(0, g.rows - 1, start);
-                match s.vectors {
-                    _ if !full => weigh_seen::<V>(g, s, start, 0..s.vectors),
-                    1 => V::weigh_all::<1>(t[b]),
-                    2 => V::weigh_all::<2>(t[b]),
-                    _ => V::weigh_all::<3>(t[b]),
+                for (first, len) in s.tiles() {
+                    let t = s.tile(first);
+                    match len {
+                        _ if !(full || g.full(first / g.heads, (first + len - 1) / g.heads, start)) => {
+                            weigh_seen::<V>(g, s, start, first..first + len);
+                        }
+                        1 => V::weigh_all::<1>(t),
+                        2 => V::weigh_all::<2>(t),
+                        3 => V::weigh_all::<3>(t),
+                        4 => V::weigh_all::<4>(t),
+                        5 => V::weigh_all::<5>(t),
+                        _ => V::weigh_all::<TILE>(t),
+                    }
                 }
-                all_values::<V, E>(g, s, start, full, k[b].add(BLOCK * s.all.d), next_v[b]);
+                let (v, next_v) = (k[b].add(n), next_k[b].wrapping_add(n));
+                if wide {
+                    V::widen::<E>(v, next_v, s.wide, n);
+                    all_values::<V, Single>(g, s, start, full, s.wide, s.wide);
+                } else {
+                    all_values::<V, E>(g, s, start, full, v, next_v);
+                }
             }
+        }
+    }
+}
+
+/// Scores of two blocks for every tile, left in `w` of their states.
+///
+/// # Safety
+/// As [`Storage::two_blocks`].
+unsafe fn both_scores<V: Loops, E: Element>(s: [&State; 2], k: [*const E::Raw; 2], next: [*const E::Raw; 2]) {
+    for (first, len) in s[0].tiles() {
+        // SAFETY: as the caller's; offsets stay in the arrays because first + len <= vectors.
+        unsafe {
+            let (q, t) = (s[0].q.add(first * s[0].all.d), s.map(|s| s.tile(first)));
+            if first == 0 && k != next {
+                two_scores_of::<V, E, true>(len, q, k, next.map(|next| next.cast()), t);
+            } else {
+                two_scores_of::<V, E, false>(len, q, k, next.map(|next| next.cast()), t);
+            }
+        }
+    }
+}
+
+/// `V::two_scores` for a tile of `n` vectors.
+///
+/// # Safety
+/// As `two_scores`.
+unsafe fn two_scores_of<V: Loops, E: Element, const AHEAD: bool>(
+    n: usize,
+    q: *const f32,
+    k: [*const E::Raw; 2],
+    next: [*const u8; 2],
+    t: [Tile; 2],
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match n {
+            1 => V::two_scores::<E, 1, AHEAD>(q, k, next, t),
+            2 => V::two_scores::<E, 2, AHEAD>(q, k, next, t),
+            3 => V::two_scores::<E, 3, AHEAD>(q, k, next, t),
+            4 => V::two_scores::<E, 4, AHEAD>(q, k, next, t),
+            5 => V::two_scores::<E, 5, AHEAD>(q, k, next, t),
+            _ => V::two_scores::<E, TILE, AHEAD>(q, k, next, t),
         }
     }
 }
@@ -467,25 +511,6 @@ unsafe fn weigh_seen<V: Loops>(g: &Group, s: &State, start: usize, vectors: Rang
     }
 }
 
-/// Vectors of a tile that has the loops on eight lanes in any case: so few wait for memory.
-#[cfg(target_arch = "x86_64")]
-const NARROW: usize = 3;
-
-/// `V::widen`.
-///
-/// # Safety
-/// As `widen`; `n` is a multiple of 16.
-unsafe fn widen<V: Loops, E: Element>(from: *const E::Raw, next: *const E::Raw, to: *mut f32, n: usize) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        #[cfg(target_arch = "x86_64")]
-        if V::WIDE {
-            return wide::widen::<E>(from, next, to, n);
-        }
-        V::widen::<E>(from, next, to, n);
-    }
-}
-
 /// `V::scores` for a tile of `n` vectors.
 ///
 /// # Safety
@@ -500,10 +525,6 @@ unsafe fn scores_of<V: Loops, E: Element, const AHEAD: bool>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        #[cfg(target_arch = "x86_64")]
-        if V::WIDE && n > NARROW {
-            return wide::scores_of::<E, AHEAD>(n, q, k, next, full, t);
-        }
         match n {
             1 => V::scores::<E, 1, AHEAD>(q, k, next, full, t),
             2 => V::scores::<E, 2, AHEAD>(q, k, next, full, t),
@@ -528,10 +549,6 @@ unsafe fn values_of<V: Loops, E: Element, const AHEAD: bool>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        #[cfg(target_arch = "x86_64")]
-        if V::WIDE && n > NARROW {
-            return wide::values_of::<E, AHEAD>(n, tokens, at, next, t);
-        }
         match n {
             1 => V::values::<E, 1, 8, AHEAD>(tokens, at, next, t),
             2 => V::values::<E, 2, 4, AHEAD>(tokens, at, next, t),

@@ -1,4 +1,5 @@
-//! AVX-512 with VNNI: codes times int8 activations. Everything else is AVX2's.
+//! AVX-512 with VNNI: codes times int8 activations. Other linear kernels are AVX2's; attention's sixteen lanes are in
+//! `attend/wide.rs`.
 //!
 //! `vpdpbusd` multiplies unsigned codes by signed activations, four columns of 16 weight rows at a time, and adds to
 //! 32-bit sums: nothing can overflow and nothing need be widened. Legend as in [`super::avx2`].
