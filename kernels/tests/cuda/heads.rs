@@ -323,7 +323,8 @@ fn blocks_on_the_gpu_equal_the_oracle() {
             let context = states[..n * width].chunks_exact(width).map(<[f32]>::to_vec).collect();
             let d = deviation(&got, &block(&file, &model, &context, text[n]));
             assert!(d < bound, "{form:?}, {n}: {d:.1e} of the range away");
-            for (rows, size, others) in [(64, 1, 0), (5, 16, 3)] {
+            // A block of 5 rows is one pass, too, where the model's have 2.
+            for (rows, size, others) in [(64, 1, 0), (2, 16, 3)] {
                 assert!(bits(&got) == bits(&run(rows, size, others).1), "{form:?}, {n}: {others} others");
             }
         }

@@ -39,7 +39,12 @@ impl CudaExecutor {
             return Err(ExecError::Head { what: "needs", expected, got });
         }
         let (form, kind, device) = (self.forward.form(), self.forward.kv().kind(), self.device().clone());
-        let (ordinal, blocks, rows) = (device.info().ordinal, self.blocks(), self.forward.rows());
+        let (ordinal, blocks) = (device.info().ordinal, self.blocks());
+        // A block that is guessed is one pass, however small those of the model are.
+        let rows = match head.kind {
+            HeadKind::Block { size, .. } => self.forward.rows().max(size),
+            _ => self.forward.rows(),
+        };
         // What a block's rows lie in, or paths of trees.
         let tree_blocks = if is_block(head) { SPARE } else { self.forward.kv().spare().len() };
         let options = CudaOptions { ordinal, blocks, form, kv: kind, rows, tree_blocks };
