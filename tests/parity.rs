@@ -49,6 +49,16 @@ fn qwen3() {
 }
 
 #[test]
+fn mixtral() {
+    parity("models/mixtral", "float");
+}
+
+#[test]
+fn qwen3_moe() {
+    parity("models/qwen3_moe", "float");
+}
+
+#[test]
 fn smollm3() {
     parity("models/smollm3", "float");
 }

@@ -6,22 +6,7 @@
 // four sums are added in order. Rows of floats: a warp has a row, a lane every 32nd column; then the sum of a warp.
 
 #include "codes.h"
-
-DEVICE WeightRef pick(const LinearArgs& a, u32& block, u32& column) {
-    WeightRef w = a.weight[0];
-    column = a.column[0];
-    u32 first = 0;
-#pragma unroll
-    for (int i = 1; i < 3; i++) {
-        if ((u32)i < a.count && block >= a.first[i]) {
-            w = a.weight[i];
-            column = a.column[i];
-            first = a.first[i];
-        }
-    }
-    block -= first;
-    return w;
-}
+#include "pick.h"
 
 DEVICE void put(const LinearArgs& a, u32 token, u32 column, float y) {
     if (a.bias) y += ((const float*)a.bias)[a.offset + column];
@@ -32,9 +17,12 @@ DEVICE void put(const LinearArgs& a, u32 token, u32 column, float y) {
 template <int CODE>
 DEVICE void tiles(const LinearArgs& a) {
     __shared__ float sums[4][EXACT_TOKENS][64];
-    const u32 r = threadIdx.x % 64, part = threadIdx.x / 64, token = blockIdx.x * EXACT_TOKENS;
+    const u32 r = threadIdx.x % 64, part = threadIdx.x / 64;
+    const Part of = part_of(a, EXACT_TOKENS);
+    const u32 token = of.token, end = of.end;
+    if (token >= end) return;
     u32 panel = blockIdx.y, first;
-    const WeightRef w = pick(a, panel, first);
+    const WeightRef w = pick(a, of.expert, panel, first);
     float y[EXACT_TOKENS] = {};
     u32 group = ~0u;
     Grid grid;
@@ -49,7 +37,7 @@ DEVICE void tiles(const LinearArgs& a) {
         for (int i = 0; i < 4; i++) v[i] = value_of<CODE>(w, grid, codes >> (8 * i) & 255);
 #pragma unroll
         for (int i = 0; i < EXACT_TOKENS; i++) {
-            if (token + i < a.m) {
+            if (token + i < end) {
                 const float4 x = *(const float4*)((const float*)a.x + (size_t)(token + i) * a.stride + quad * 4);
                 y[i] = fmaf(v[3], x.w, fmaf(v[2], x.z, fmaf(v[1], x.y, fmaf(v[0], x.x, y[i]))));
             }
@@ -61,16 +49,19 @@ DEVICE void tiles(const LinearArgs& a) {
 #pragma unroll
     for (int i = 0; i < EXACT_TOKENS / 4; i++) {
         const u32 t = i * 4 + part, row = panel * 64 + r;
-        if (token + t < a.m && row < w.n)
+        if (token + t < end && row < w.n)
             put(a, token + t, first + row, ((sums[0][t][r] + sums[1][t][r]) + sums[2][t][r]) + sums[3][t][r]);
     }
 }
 
 template <int CODE>
 DEVICE void floats(const LinearArgs& a) {
-    const u32 lane = threadIdx.x % 32, token = blockIdx.x * EXACT_TOKENS;
+    const u32 lane = threadIdx.x % 32;
+    const Part of = part_of(a, EXACT_TOKENS);
+    const u32 token = of.token, end = of.end;
+    if (token >= end) return;
     u32 block = blockIdx.y, first;
-    const WeightRef w = pick(a, block, first);
+    const WeightRef w = pick(a, of.expert, block, first);
     const u32 row = block * 8 + threadIdx.x / 32;
     if (row >= w.n) return;
     float y[EXACT_TOKENS] = {};
@@ -78,12 +69,12 @@ DEVICE void floats(const LinearArgs& a) {
         const float v = float_at<CODE>(w.codes, (size_t)row * w.k + k);
 #pragma unroll
         for (int i = 0; i < EXACT_TOKENS; i++)
-            if (token + i < a.m) y[i] = fmaf(v, ((const float*)a.x)[(size_t)(token + i) * a.stride + k], y[i]);
+            if (token + i < end) y[i] = fmaf(v, ((const float*)a.x)[(size_t)(token + i) * a.stride + k], y[i]);
     }
 #pragma unroll
     for (int i = 0; i < EXACT_TOKENS; i++) {
         const float sum = warp_sum(y[i]);
-        if (lane == 0 && token + i < a.m) put(a, token + i, first + row, sum);
+        if (lane == 0 && token + i < end) put(a, token + i, first + row, sum);
     }
 }
 

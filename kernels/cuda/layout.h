@@ -28,6 +28,8 @@ typedef u64 DevicePtr;
 #define SUMS_PITCH 68
 #define WIDE_TOKENS 64
 #define EXACT_TOKENS 8
+#define MAX_EXPERTS 1024
+#define MAX_TOP 64
 
 struct WeightRef {
     DevicePtr codes;
@@ -55,6 +57,8 @@ struct LinearArgs {
     DevicePtr to;
     DevicePtr bias;
     DevicePtr partial;
+    DevicePtr tiles;
+    DevicePtr experts;
     u32 first[3];
     u32 column[3];
     u32 count;

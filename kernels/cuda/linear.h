@@ -2,6 +2,7 @@
 // scales and zeros to shared memory and from there to registers, outputs. See linear.cu.
 #pragma once
 #include "codes.h"
+#include "pick.h"
 
 // A kernel of which two blocks are to fit on a multiprocessor.
 #define KERNEL_2(threads) extern "C" __global__ void __launch_bounds__(threads, 2)
@@ -20,22 +21,6 @@ DEVICE Slice slice_of(const WeightRef& w, u32 slices, u32 slice) {
     return s;
 }
 
-// The weight that a panel of the launch belongs to; `panel` becomes the weight's own, `column` its first output.
-DEVICE WeightRef pick(const LinearArgs& a, u32& panel, u32& column) {
-    WeightRef w = a.weight[0];
-    column = a.column[0];
-    u32 first = 0;
-#pragma unroll
-    for (int i = 1; i < 3; i++) {
-        if ((u32)i < a.count && panel >= a.first[i]) {
-            w = a.weight[i];
-            column = a.column[i];
-            first = a.first[i];
-        }
-    }
-    panel -= first;
-    return w;
-}
 
 // ---- addresses in shared memory, as numbers
 

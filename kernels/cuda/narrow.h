@@ -16,11 +16,12 @@ struct NarrowCopies {
     const u8 *codes, *h[ROWS], *levels;
     int there[ROWS];  // bytes to copy of a token's activations: 16, or 0 beyond the last
     int levels_there;
-    u32 codes_to, h_to, end, panel, token;
+    u32 codes_to, h_to, end, panel, token, tokens_end;
     Place at;
 
-    METHOD void init(const LinearArgs& a, const WeightRef& w, u32 panel_, u32 token_, const Slice& slice, int lane) {
-        panel = panel_, token = token_, end = slice.end;
+    METHOD void init(const LinearArgs& a, const WeightRef& w, u32 panel_, const Part& part, const Slice& slice,
+                     int lane) {
+        panel = panel_, token = part.token, tokens_end = part.end, end = slice.end;
         at = place_at(w, slice.start);
         codes = (const u8*)w.codes + ((size_t)panel * w.k_pad + slice.start) * (PIECES * 4) + lane * 16;
         codes_to = fixed((lane ^ exchange<PAIR>(lane / PIECES)) * 16);
@@ -34,7 +35,7 @@ struct NarrowCopies {
         for (int i = 0; i < ROWS; i++) {
             const u32 row = token + i * 8 + lane / 4;
             h[i] = (const u8*)a.h + ((size_t)row * a.stride + slice.start + lane % 4 * 8) * 2;
-            there[i] = fixed(row < a.m ? 16 : 0);
+            there[i] = fixed(row < tokens_end ? 16 : 0);
         }
         h_to = fixed(a.at_h + (PAIR ? lane * 16 : lane % 4 / 2 * (TOKENS * 32 + 64) + lane / 4 * 32 + lane % 2 * 16));
     }
@@ -45,12 +46,12 @@ struct NarrowCopies {
         for (int i = 0; i < ROWS; i++) {
             const u32 row = token + i * 16 + lane / 2;
             h[i] = (const u8*)a.h + (size_t)row * a.stride + slice.start + lane % 2 * 16;
-            there[i] = row < a.m && lane < TOKENS * 2 ? 16 : 0;
+            there[i] = row < tokens_end && lane < TOKENS * 2 ? 16 : 0;
         }
         h_to = fixed(a.at_h + (PAIR ? lane * 16 : lane % 2 * (TOKENS * 16 + 64) + lane / 2 * 16));
         const u32 part = lane / (TOKENS / 2), row = token + lane % (TOKENS / 2) * 2;
         levels = (const u8*)a.sums + ((size_t)(slice.start / (PAIR ? 32 : 16) + part) * a.rows + row) * 8;
-        levels_there = row < a.m ? min(a.m - row, 2u) * 8 : 0;
+        levels_there = row < tokens_end ? min(tokens_end - row, 2u) * 8 : 0;
     }
 
     METHOD void next_integers(const LinearArgs& a, u32 to, int lane, u32 quads) {
@@ -104,7 +105,7 @@ struct NarrowCopies {
             for (int i = 0; i < (TOKENS * SUMS + 31) / 32; i++) {
                 const u32 sum = i * 32 + lane, row = sum / SUMS, part = sum % SUMS;
                 if (row < TOKENS) {
-                    const bool there = token + row < a.m && (PAIR || part * 4 < quads);
+                    const bool there = token + row < tokens_end && (PAIR || part * 4 < quads);
                     const float* from = (const float*)a.sums + (size_t)(token + row) * (a.stride / 16) + column / 16 + part;
                     copy_async<8 / SUMS>(stage + a.at_sums + row * 8 + part * 4, from, there);
                 }
@@ -297,9 +298,10 @@ struct Narrow {
         extern __shared__ uint4 shared[];
         const int warp = threadIdx.x / 32;
         lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, half = 0;
-        const u32 token = blockIdx.x * TOKENS;
+        const Part part = part_of(a, TOKENS);
+        if (part.token >= part.end) return;
         u32 panel = blockIdx.y, first;
-        const WeightRef w = pick(a, panel, first);
+        const WeightRef w = pick(a, part.expert, panel, first);
         const Slice slice = slice_of(w, a.splits * SLICES, blockIdx.z * SLICES + warp);
         stages = (u8*)shared + warp * STAGES * a.stage;
         filled = used = 0;
@@ -307,7 +309,7 @@ struct Narrow {
         codes_from = fixed((PAIR ? 2 * t : t) * QUAD + (g ^ exchange<PAIR>(PAIR ? 2 * t : t)) * 16);
         h_from = fixed(a.at_h + (PAIR ? g * 64 + t * 16 : g * 32 + t * 8) / (INT ? 2 : 1));
         mini = INT && w.code == CODE_E2M1;
-        copies.init(a, w, panel, token, slice, lane);
+        copies.init(a, w, panel, part, slice, lane);
 #pragma unroll
         for (int s = 0; s < STAGES - 1; s++) copy(a, w);
 #pragma unroll
@@ -328,11 +330,12 @@ struct Narrow {
             if (CODE != CODE_HALVES) fold(a, w);
             pass(a);
         }
-        out(a, w, (float*)shared, warp, panel, first, token);
+        out(a, w, (float*)shared, warp, panel, first, part);
     }
 
     // Slices in order, and out.
-    METHOD void out(const LinearArgs& a, const WeightRef& w, float* sums, int warp, u32 panel, u32 first, u32 token) {
+    METHOD void out(const LinearArgs& a, const WeightRef& w, float* sums, int warp, u32 panel, u32 first,
+                    const Part& part) {
         copy_wait<0>();
         __syncthreads();  // The stages are done with: sums f32 [SLICES][TOKENS][SUMS_PITCH].
 #pragma unroll
@@ -358,11 +361,11 @@ struct Narrow {
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < TOKENS * 64 / (SLICES * 32); i++) {
-            const u32 at = i * SLICES * 32 + threadIdx.x, row = panel * 64 + at % 64, token_of = token + at / 64;
+            const u32 at = i * SLICES * 32 + threadIdx.x, row = panel * 64 + at % 64, token_of = part.token + at / 64;
             float y = 0.0f;
 #pragma unroll
             for (int s = 0; s < SLICES; s++) y += sums[(s * TOKENS + at / 64) * SUMS_PITCH + at % 64];
-            if (token_of < a.m && row < w.n) {
+            if (token_of < part.end && row < w.n) {
                 if (a.splits == 1) put<INT>(a, token_of, first + row, y);
                 else ((float*)a.partial)[((size_t)blockIdx.z * a.m + token_of) * a.columns + first + row] = y;
             }

@@ -11,12 +11,12 @@ struct WideCopies {
     const u8 *codes[2], *h[2], *levels;
     int there[2];  // bytes to copy of a token's activations: 16, or 0 beyond the last
     int levels_there;
-    u32 codes_to, h_to, end, panel, token, mine;
+    u32 codes_to, h_to, end, panel, token, tokens_end, mine;
     Place at;
 
-    METHOD void init(const LinearArgs& a, const WeightRef& w, u32 panel_, u32 token_, u32 start, u32 end_) {
+    METHOD void init(const LinearArgs& a, const WeightRef& w, u32 panel_, const Part& part, u32 start, u32 end_) {
         const u32 thread = threadIdx.x, last = (w.n + 63) / 64 - 1;
-        panel = panel_, token = token_, end = end_;
+        panel = panel_, token = part.token, tokens_end = part.end, end = end_;
         at = place_at(w, start);
         // 4 bits: half of the threads have a piece of each panel; 8 bits: all have one of each; halves: two.
         const u32 piece = EACH == 1 ? thread % 64 : thread;
@@ -38,7 +38,7 @@ struct WideCopies {
         for (int i = 0; i < 2; i++) {
             const u32 row = token + i * 32 + thread / 4;
             h[i] = (const u8*)a.h + ((size_t)row * a.stride + start + thread % 4 * 8) * 2;
-            there[i] = fixed(row < a.m ? 16 : 0);
+            there[i] = fixed(row < tokens_end ? 16 : 0);
         }
         h_to = thread % 4 / 2 * (TOKENS * 32 + 64) + thread / 4 * 32 + thread % 2 * 16;
         h_to = fixed(a.at_h + (PAIR ? thread * 16 : h_to));
@@ -48,11 +48,11 @@ struct WideCopies {
     METHOD void integers(const LinearArgs& a, u32 start) {
         const u32 thread = threadIdx.x, row = token + thread / 2;
         h[0] = (const u8*)a.h + (size_t)row * a.stride + start + thread % 2 * 16;
-        there[0] = fixed(row < a.m ? 16 : 0);
+        there[0] = fixed(row < tokens_end ? 16 : 0);
         h_to = fixed(a.at_h + (PAIR ? thread * 16 : thread % 2 * (TOKENS * 16 + 64) + thread / 2 * 16));
         const u32 part = thread / (TOKENS / 2), two = token + thread % (TOKENS / 2) * 2;
         levels = (const u8*)a.sums + ((size_t)(start / (PAIR ? 32 : 16) + part) * a.rows + two) * 8;
-        levels_there = fixed(two < a.m ? min(a.m - two, 2u) * 8 : 0);
+        levels_there = fixed(two < tokens_end ? min(tokens_end - two, 2u) * 8 : 0);
     }
 
     METHOD void next_integers(const LinearArgs& a, u32 to, u32 quads) {
@@ -105,7 +105,7 @@ struct WideCopies {
         if (!INT && w.zero == ZERO_MIN) {
             // Two sums of 16 columns of each token; what follows the end is not looked at.
             const u32 row = thread / 2, part = thread % 2;
-            const bool there = token + row < a.m && (PAIR || part * 4 < quads);
+            const bool there = token + row < tokens_end && (PAIR || part * 4 < quads);
             const float* from = (const float*)a.sums + (size_t)(token + row) * (a.stride / 16) + column / 16 + part;
             copy_async<4>(stage + a.at_sums + thread * 4, from, there);
         }
@@ -313,9 +313,10 @@ struct Wide {
         extern __shared__ uint4 shared[];
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         g = lane / 4, t = lane % 4, side = fixed(warp % 2), mine = warp / 2, half = 0;
-        const u32 token = blockIdx.x * TOKENS;
+        const Part part = part_of(a, TOKENS);
+        if (part.token >= part.end) return;
         u32 pair = blockIdx.y, first;
-        const WeightRef w = pick(a, pair, first);
+        const WeightRef w = pick(a, part.expert, pair, first);
         const u32 slices = a.splits * SLICES;
         u32 slice = blockIdx.z * SLICES, slice_end;
         const u32 start = slice_of(w, slices, slice).start, end = slice_of(w, slices, slice + SLICES - 1).end;
@@ -330,7 +331,7 @@ struct Wide {
         h_from = fixed(a.at_h + (PAIR ? g * 64 + t * 16 : g * 32 + t * 8) / (INT ? 2 : 1));
         mini = INT && w.code == CODE_E2M1;
         adds = fixed(w.zero == ZERO_MIN && threadIdx.x < TOKENS);
-        copies.init(a, w, pair * 2, token, start, end);
+        copies.init(a, w, pair * 2, part, start, end);
 #pragma unroll
         for (int s = 0; s < STAGES - 1; s++) copy(a, w);
 #pragma unroll
@@ -358,11 +359,12 @@ struct Wide {
             while (slice_end < column) slice_end = slice_of(w, slices, ++slice).end;
             if (slice_end == column) keep();
         }
-        out(a, w, (float*)shared, pair * 128, first, token);
+        out(a, w, (float*)shared, pair * 128, first, part);
     }
 
     // Rows side by side for the way out: [TOKENS][132]. Nothing is under way any more.
-    METHOD void out(const LinearArgs& a, const WeightRef& w, float* rows, u32 row, u32 first, u32 token) {
+    METHOD void out(const LinearArgs& a, const WeightRef& w, float* rows, u32 row, u32 first,
+                    const Part& part) {
         copy_wait<0>();
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -386,10 +388,10 @@ struct Wide {
         __syncthreads();
         row += threadIdx.x;
         if (row >= w.n) return;
-        for (int i = 0; i < TOKENS && token + i < a.m; i++) {
+        for (int i = 0; i < TOKENS && part.token + i < part.end; i++) {
             const float y = rows[i * 132 + threadIdx.x];
-            if (a.splits == 1) put<INT>(a, token + i, first + row, y);
-            else ((float*)a.partial)[((size_t)blockIdx.z * a.m + token + i) * a.columns + first + row] = y;
+            if (a.splits == 1) put<INT>(a, part.token + i, first + row, y);
+            else ((float*)a.partial)[((size_t)blockIdx.z * a.m + part.token + i) * a.columns + first + row] = y;
         }
     }
 };

@@ -6,7 +6,7 @@
 //!
 //! Tensor names: `embed`, `positions`, `norm`, `head` (absent when tied to `embed`), and per layer `i`
 //! `layers.i.attn_norm`, `layers.i.{q,k,v,o}`, `layers.i.{q,k}_norm`, `layers.i.mlp_norm`,
-//! `layers.i.{gate,up,down}`. A bias is `NAME_bias`, the order of columns `layers.i.{attn,o,mlp}_order`
+//! `layers.i.{gate,up,down}`; of experts `layers.i.router` and `layers.i.experts.e.{gate,up,down}`. A bias is `NAME_bias`, the order of columns `layers.i.{attn,o,mlp}_order`
 //! and `head_order`. Which of them there are, the spec says ([`ModelSpec::tensors`]).
 
 mod head;
@@ -218,14 +218,49 @@ pub enum Mlp {
         #[serde(default, skip_serializing_if = "is_false")]
         mlp_order: bool,
     },
+    /// Several gated blocks of which a router picks some for each token:
+    /// `sum over the top of w_e * down_e(act(gate_e(x)) * up_e(x))`, `w = softmax(router(x))`. Of equal logits the lower
+    /// expert is picked first. (Mixtral, Jiang et al. 2024; transformers `modeling_mixtral.py`.)
+    Experts {
+        /// Rows of the router.
+        experts: usize,
+        /// Experts picked for a token.
+        top: usize,
+        /// Rows of each gate and up.
+        inner: usize,
+        /// Activation of the gates.
+        act: Act,
+        /// The weights of those picked are divided by their sum: a softmax over them alone.
+        #[serde(default, skip_serializing_if = "is_false")]
+        normalized: bool,
+    },
 }
 
+/// Most experts of a layer.
+pub const MAX_EXPERTS: usize = 1024;
+
+/// Most experts that a token may have.
+pub const MAX_TOP: usize = 64;
+
 impl Mlp {
-    /// Rows of the first layer: inputs of `down`.
+    /// Rows of the first layer, of one expert: inputs of `down`.
     pub fn inner(&self) -> usize {
         match *self {
-            Mlp::Gated { inner, .. } | Mlp::Plain { inner, .. } => inner,
+            Mlp::Gated { inner, .. } | Mlp::Plain { inner, .. } | Mlp::Experts { inner, .. } => inner,
         }
+    }
+
+    /// Blocks that a token goes through, side by side.
+    pub fn top(&self) -> usize {
+        match *self {
+            Mlp::Gated { .. } | Mlp::Plain { .. } => 1,
+            Mlp::Experts { top, .. } => top,
+        }
+    }
+
+    /// Whether a router picks blocks.
+    pub fn routed(&self) -> bool {
+        matches!(self, Mlp::Experts { .. })
     }
 }
 
@@ -336,6 +371,13 @@ impl ModelSpec {
                 rope.check().map_err(|e| SpecError(format!("layer {i}: {e}")))?;
             }
             size(&format!("layer {i}: inner"), layer.mlp.inner(), MAX_SIZE)?;
+            if let Mlp::Experts { experts, top, .. } = layer.mlp {
+                size(&format!("layer {i}: experts"), experts, MAX_EXPERTS)?;
+                size(&format!("layer {i}: top"), top, MAX_TOP.min(experts))?;
+                if self.draft_head.is_some() {
+                    return Err(SpecError(format!("layer {i}: experts in a head, which this version cannot run")));
+                }
+            }
         }
         Ok(())
     }
@@ -388,6 +430,15 @@ impl ModelSpec {
             let (names, bias, mlp_order) = match layer.mlp {
                 Mlp::Gated { bias, mlp_order, .. } => (&["gate", "up"][..], bias, mlp_order),
                 Mlp::Plain { bias, mlp_order, .. } => (&["up"][..], bias, mlp_order),
+                Mlp::Experts { experts, .. } => {
+                    need(all, format!("{at}router"), &[experts, hidden]);
+                    for e in 0..experts {
+                        need(all, format!("{at}experts.{e}.gate"), &[inner, hidden]);
+                        need(all, format!("{at}experts.{e}.up"), &[inner, hidden]);
+                        need(all, format!("{at}experts.{e}.down"), &[hidden, inner]);
+                    }
+                    continue;
+                }
             };
             order(all, format!("{at}mlp_order"), mlp_order, hidden);
             for name in names {

@@ -139,7 +139,9 @@ fn summary(name: &str, file: &ModelFile) -> Result<String, std::fmt::Error> {
     let what = if spec.draft_head.is_some() { "head of     " } else { "model       " };
     let (layers, widths) = spec.layers.first().map_or_else(Default::default, |layer| {
         let Attn::Gqa { heads, kv_heads, head_dim, .. } = layer.attn;
-        let widths = format!("{heads}/{kv_heads} heads of {head_dim}, inner {}, ", layer.mlp.inner());
+        let dense = spec.layers.iter().find(|l| !l.mlp.routed());
+        let inner = dense.map_or(String::new(), |l| format!("inner {}, ", l.mlp.inner()));
+        let widths = format!("{heads}/{kv_heads} heads of {head_dim}, {inner}");
         (format!("{}, ", mechanisms::layers(spec)), widths)
     });
     writeln!(

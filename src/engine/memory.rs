@@ -219,8 +219,12 @@ fn logits_of(spec: &ModelSpec, options: &EngineOptions) -> usize {
 fn scratch(spec: &ModelSpec, rows: usize, logits: usize) -> u64 {
     let widest = spec.layers.iter().map(|layer| {
         let Attn::Gqa { heads, kv_heads, head_dim, .. } = layer.attn;
-        let (Mlp::Gated { inner, .. } | Mlp::Plain { inner, .. }) = layer.mlp;
-        (2 * heads + 2 * kv_heads) * head_dim + 2 * inner
+        // Experts: the input again, the inside and the output of each, and what the router says.
+        let mlp = match layer.mlp {
+            Mlp::Gated { inner, .. } | Mlp::Plain { inner, .. } => 2 * inner,
+            Mlp::Experts { experts, top, inner, .. } => top * (2 * spec.hidden + 2 * inner) + spec.hidden + experts,
+        };
+        (2 * heads + 2 * kv_heads) * head_dim + mlp
     });
     // What a head's rows begin with: embedding, state, both side by side, and the model's states.
     let begin = spec.draft_head.as_ref().map_or(0, |head| 4 * spec.hidden + head.width());

@@ -29,7 +29,8 @@ fn config(model: &Model, tensors: &Tensors) -> Value {
     map.insert("tie_word_embeddings".into(), model.file.spec().tied_head.into());
     // Publishers pad: what counts is what the tensors have.
     let spec = model.file.spec();
-    for (key, size) in [("vocab_size", spec.vocab), ("intermediate_size", spec.layers[0].mlp.inner())] {
+    let dense = spec.layers.iter().find(|l| !l.mlp.routed()).map(|l| ("intermediate_size", l.mlp.inner()));
+    for (key, size) in [("vocab_size", spec.vocab)].into_iter().chain(dense) {
         if let Some(said) = map.get_mut(key).filter(|v| v.is_u64()) {
             *said = size.into();
         }

@@ -127,8 +127,9 @@ fn unordered(spec: &ModelSpec) -> ModelSpec {
     for layer in &mut spec.layers {
         let Attn::Gqa { attn_order, o_order, .. } = &mut layer.attn;
         (*attn_order, *o_order) = (false, false);
-        let (Mlp::Gated { mlp_order, .. } | Mlp::Plain { mlp_order, .. }) = &mut layer.mlp;
-        *mlp_order = false;
+        if let Mlp::Gated { mlp_order, .. } | Mlp::Plain { mlp_order, .. } = &mut layer.mlp {
+            *mlp_order = false;
+        }
     }
     spec
 }

@@ -104,6 +104,7 @@ pub fn items<'a>(file: &'a ModelFile, family: &FamilyPlan) -> Result<Vec<Item<'a
         let piece = Piece { source_bits: source_bits(file, &target), target, view, first: 0, place };
         let (role, part) = match rule.kind {
             RuleKind::Linear { .. } => (Role::Linear, "weight"),
+            RuleKind::Router { .. } => (Role::Table, "weight"),
             RuleKind::Embedding { .. } => (Role::Embedding, "weight"),
             RuleKind::Table { .. } => (Role::Table, "weight"),
             RuleKind::Head { .. } => (Role::Head, "weight"),

@@ -173,11 +173,11 @@ fn flag(spec: &mut ModelSpec, target: &str) {
     };
     let layer = layer.parse().ok().and_then(|i: usize| spec.layers.get_mut(i)).expect("a layer of the spec");
     let Attn::Gqa { attn_order, o_order, .. } = &mut layer.attn;
-    let (Mlp::Gated { mlp_order, .. } | Mlp::Plain { mlp_order, .. }) = &mut layer.mlp;
-    match name {
-        "attn_order" => *attn_order = true,
-        "o_order" => *o_order = true,
-        _ => *mlp_order = true,
+    match (name, &mut layer.mlp) {
+        ("attn_order", _) => *attn_order = true,
+        ("o_order", _) => *o_order = true,
+        (_, Mlp::Gated { mlp_order, .. } | Mlp::Plain { mlp_order, .. }) => *mlp_order = true,
+        (_, Mlp::Experts { .. }) => unreachable!("`inputs` names no input of experts"),
     }
 }
 

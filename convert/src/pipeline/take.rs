@@ -56,9 +56,8 @@ impl Choice {
             RuleKind::Linear { .. } => self.linear,
             RuleKind::Embedding { .. } | RuleKind::Head { .. } => self.head,
             RuleKind::Table { .. } if self.linear == Quant::F16 => Quant::F16,
-            RuleKind::Table { .. } | RuleKind::Vector { .. } | RuleKind::Bias { .. } | RuleKind::Tokens { .. } => {
-                Quant::Keep
-            }
+            RuleKind::Table { .. } | RuleKind::Router { .. } => Quant::Keep,
+            RuleKind::Vector { .. } | RuleKind::Bias { .. } | RuleKind::Tokens { .. } => Quant::Keep,
         }
     }
 }
@@ -130,7 +129,7 @@ impl<'a, 'b> Module<'a, 'b> {
     fn wanted(&self) -> Vec<usize> {
         match self.rule.kind {
             RuleKind::Linear { n, k } | RuleKind::Embedding { n, k } => vec![n, k],
-            RuleKind::Head { n, k } | RuleKind::Table { n, k } => vec![n, k],
+            RuleKind::Head { n, k } | RuleKind::Table { n, k } | RuleKind::Router { n, k } => vec![n, k],
             RuleKind::Vector { n } | RuleKind::Bias { n } | RuleKind::Tokens { n, .. } => vec![n],
         }
     }

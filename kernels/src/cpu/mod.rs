@@ -18,5 +18,6 @@ mod mini;
 mod neon;
 pub mod ops;
 pub mod probe;
+pub mod route;
 mod scalar;
 pub mod survey;

@@ -135,6 +135,7 @@ impl Sizes {
         let up = |mlp: &Mlp| match *mlp {
             Mlp::Gated { inner, .. } => 2 * inner,
             Mlp::Plain { inner, .. } => inner,
+            Mlp::Experts { .. } => todo!(),
         };
         Sizes {
             qkv: rows * layers.iter().map(|l| row(&l.attn)).max().unwrap_or(0),

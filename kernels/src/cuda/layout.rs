@@ -91,6 +91,11 @@ device_constants! {
     WIDE_TOKENS = 64;
     /// Tokens of a block of the exact kernels.
     EXACT_TOKENS = 8;
+
+    /// Most experts of a layer.
+    MAX_EXPERTS = quern_models::spec::MAX_EXPERTS;
+    /// Most experts that a token may have.
+    MAX_TOP = quern_models::spec::MAX_TOP;
 }
 
 device_struct! {
@@ -146,6 +151,10 @@ device_struct! {
         bias: DevicePtr,
         /// f32 `[splits][m][columns]`.
         partial: DevicePtr,
+        /// Of a mixture: tiles of tokens, `[..][4]`: expert, first token, end of its tokens (none: nothing to do).
+        tiles: DevicePtr,
+        /// Of a mixture: the weights of each expert, `WeightRef [experts][count]`; those above say where panels begin.
+        experts: DevicePtr,
         /// First panel of each weight in the launch's.
         first: u32[3],
         /// First output column of each weight.

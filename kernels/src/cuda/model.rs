@@ -309,6 +309,7 @@ impl Load<'_> {
         let (gated, act, bias, mlp_order) = match layer.mlp {
             Mlp::Gated { act, bias, mlp_order, .. } => (true, act, bias, mlp_order),
             Mlp::Plain { act, bias, mlp_order, .. } => (false, act, bias, mlp_order),
+            Mlp::Experts { .. } => todo!(),
         };
         let up_bias = if gated { &["gate_bias", "up_bias"][..] } else { &["up_bias"] };
         let order = |there: bool, tensor: &str| there.then(|| name(tensor));

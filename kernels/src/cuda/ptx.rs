@@ -27,6 +27,8 @@ ptx! {
     LINEAR = "linear";
     /// Linear layers on tensor cores, for many tokens.
     WIDE = "wide";
+    /// Mixtures of experts.
+    ROUTE = "route";
     /// Rows of tables, and floats on their way to tiles.
     ROWS = "rows";
     /// What a device can do at most.

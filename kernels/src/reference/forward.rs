@@ -6,12 +6,12 @@
 
 use quern_models::{
     ModelFile, TensorView,
-    spec::{Attn, Layer, Mlp, Norm},
+    spec::{Act, Attn, Layer, Mlp, Norm},
 };
 
 use crate::exec::Mask;
 
-use super::ops::{act, layer_norm, rms_norm};
+use super::ops::{act, layer_norm, rms_norm, softmax};
 
 /// Rows of activations.
 pub(super) type Rows = Vec<Vec<f32>>;
@@ -140,6 +140,12 @@ pub(super) fn feed_forward(tensors: &Tensors, layer: &Layer, x: &Rows) -> Rows {
     let (gated, kind, bias, order) = match layer.mlp {
         Mlp::Gated { act, bias, mlp_order, .. } => (true, act, bias, mlp_order),
         Mlp::Plain { act, bias, mlp_order, .. } => (false, act, bias, mlp_order),
+        Mlp::Experts { top, act, normalized, .. } => {
+            let normed = tensors.norm("mlp_norm", &layer.mlp_norm, x);
+            let logits = tensors.linear("router", false, &normed);
+            let mixed = normed.iter().zip(&logits).map(|(x, logits)| mixture(tensors, top, act, normalized, x, logits));
+            return mixed.collect();
+        }
     };
     let normed = tensors.ordered("mlp_order", order, tensors.norm("mlp_norm", &layer.mlp_norm, x));
     let mut inner = tensors.linear("up", bias, &normed);
@@ -152,6 +158,26 @@ pub(super) fn feed_forward(tensors: &Tensors, layer: &Layer, x: &Rows) -> Rows {
         inner.iter_mut().flatten().for_each(|up| *up = act(kind, *up) as f32);
     }
     tensors.linear("down", bias, &inner)
+}
+
+/// What the experts that the router picks for one row give.
+fn mixture(tensors: &Tensors, top: usize, kind: Act, normalized: bool, x: &[f32], logits: &[f32]) -> Vec<f32> {
+    let mut weights: Vec<f64> = logits.iter().map(|&l| l as f64).collect();
+    softmax(&mut weights);
+    let mut picked: Vec<usize> = (0..logits.len()).collect();
+    // Stable: of equal ones the lower first.
+    picked.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+    picked.truncate(top);
+    let all: f64 = if normalized { picked.iter().map(|&e| weights[e]).sum() } else { 1.0 };
+    let mut out = vec![0.0; x.len()];
+    for e in picked {
+        let x = vec![x.to_vec()];
+        let [gate, mut up] = ["gate", "up"].map(|name| tensors.linear(&format!("experts.{e}.{name}"), false, &x));
+        up[0].iter_mut().zip(&gate[0]).for_each(|(up, gate)| *up = (act(kind, *gate) * *up as f64) as f32);
+        let down = tensors.linear(&format!("experts.{e}.down"), false, &up);
+        out.iter_mut().zip(&down[0]).for_each(|(out, y)| *out += weights[e] / all * *y as f64);
+    }
+    out.iter().map(|&y| y as f32).collect()
 }
 
 /// The attention half of a layer, of normed rows.

@@ -126,6 +126,9 @@ const HARMLESS: &[&str] = &[
     "summary_proj_to_labels",
     "summary_type",
     "summary_use_proj",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
 ];
 
 /// Keys of other mechanisms and the one value under which they change nothing.
@@ -227,6 +230,14 @@ impl<'a> Config<'a> {
                 n.map(|n| n as usize).ok_or_else(|| self.wrong(key, &expected(), Some(v)))
             }
         }
+    }
+
+    /// A list of whole numbers; empty when absent.
+    pub fn wholes(&self, key: &str) -> Result<Vec<usize>, FamilyError> {
+        let Some(value) = self.get(key) else { return Ok(vec![]) };
+        let whole = |v: &Value| v.as_u64().filter(|&n| n <= MOST).map(|n| n as usize);
+        let list = value.as_array().and_then(|list| list.iter().map(whole).collect());
+        list.ok_or_else(|| self.wrong(key, "a list of whole numbers", Some(value)))
     }
 
     /// A finite number, or `default` when absent.

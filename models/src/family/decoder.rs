@@ -3,7 +3,7 @@
 
 use super::{
     Config, FamilyError, FamilyPlan, Rule, RuleKind, Take, Tensors,
-    layer::{Parts, Sizes},
+    layer::{Experts, Parts, Sizes},
     names::{Place, padded},
 };
 use crate::spec::{MAX_LAYERS, ModelSpec};
@@ -24,6 +24,8 @@ pub(super) struct Decoder {
     pub windows: Vec<Option<usize>>,
     /// Per layer: whether q and k are turned.
     pub ropes: Vec<bool>,
+    /// The mixture that layers have, and which of them have it.
+    pub experts: Option<(Experts, Vec<bool>)>,
 }
 
 /// What a family assumes where the config is silent.
@@ -54,8 +56,14 @@ impl Decoder {
             qk_norm: false,
             windows: vec![None; layers],
             ropes: vec![true; layers],
+            experts: None,
             place,
         })
+    }
+
+    /// Rows of gate and up.
+    pub fn inner(&self) -> usize {
+        self.sizes.inner
     }
 
     /// Reads `attention_bias` (of q, k, v and o).
@@ -131,6 +139,7 @@ impl Decoder {
             o_bias: self.o_bias,
             mlp_bias: self.mlp_bias,
             qk_norm: self.qk_norm,
+            experts: self.experts.as_ref().filter(|(_, has)| has[i]).map(|(experts, _)| experts),
         }
     }
 

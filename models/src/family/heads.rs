@@ -162,6 +162,7 @@ impl<'a> Reader<'a> {
             qkv_bias: has("self_attn.q_proj.bias"),
             o_bias: has("self_attn.o_proj.bias"),
             mlp_bias: has("mlp.up_proj.bias"),
+            experts: None,
             qk_norm: has("self_attn.q_norm."),
         };
         let (to, from) = (format!("layers.{}", self.layers.len()), format!("{}{module}", self.base));

@@ -31,6 +31,20 @@ pub(super) struct Parts<'a> {
     pub mlp_bias: bool,
     /// Norms of the heads of q and k.
     pub qk_norm: bool,
+    /// Its MLP is a mixture.
+    pub experts: Option<&'a Experts>,
+}
+
+/// A mixture of experts, and what its modules are called.
+pub(super) struct Experts {
+    pub count: usize,
+    pub top: usize,
+    pub inner: usize,
+    pub normalized: bool,
+    /// The router's module, what stands before an expert's number, and its gate, up and down.
+    pub router: &'static str,
+    pub each: &'static str,
+    pub names: [&'static str; 3],
 }
 
 impl Sizes {
@@ -81,7 +95,12 @@ impl Sizes {
                 o_order: false,
             },
             mlp_norm: self.norm(),
-            mlp: Mlp::Gated { inner: self.inner, act: self.act, bias: parts.mlp_bias, mlp_order: false },
+            mlp: match parts.experts {
+                None => Mlp::Gated { inner: self.inner, act: self.act, bias: parts.mlp_bias, mlp_order: false },
+                Some(&Experts { count, top, inner, normalized, .. }) => {
+                    Mlp::Experts { experts: count, top, inner, act: self.act, normalized }
+                }
+            },
         }
     }
 
@@ -103,10 +122,20 @@ impl Sizes {
             ("up", "mlp.up_proj", inner, hidden, parts.mlp_bias),
             ("down", "mlp.down_proj", hidden, inner, parts.mlp_bias),
         ];
-        for (name, module, n, k, bias) in linears {
+        let own = if parts.experts.is_some() { &linears[..4] } else { &linears };
+        for &(name, module, n, k, bias) in own {
             rule(name, module, RuleKind::Linear { n, k });
             if bias {
                 rule(&format!("{name}_bias"), module, RuleKind::Bias { n });
+            }
+        }
+        if let Some(&Experts { count, inner, router, each, names, .. }) = parts.experts {
+            rule("router", router, RuleKind::Router { n: count, k: hidden });
+            for e in 0..count {
+                let shapes = [("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)];
+                for ((name, n, k), module) in shapes.into_iter().zip(names) {
+                    rule(&format!("experts.{e}.{name}"), &format!("{each}.{e}.{module}"), RuleKind::Linear { n, k });
+                }
             }
         }
         if let Some(norm) = parts.norm {

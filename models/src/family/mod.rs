@@ -12,9 +12,11 @@ mod heads;
 mod layer;
 mod llama;
 mod mistral;
+mod mixtral;
 mod names;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 mod rope;
 mod smollm3;
 
@@ -44,6 +46,8 @@ const FAMILIES: &[Family] = &[
         plan: qwen2::plan,
     },
     Family { model_types: &["qwen3", "qwen3_vl_text"], defaults: qwen3::DEFAULTS, plan: qwen3::plan },
+    Family { model_types: &["mixtral"], defaults: mixtral::DEFAULTS, plan: mixtral::plan },
+    Family { model_types: &["qwen3_moe"], defaults: qwen3_moe::DEFAULTS, plan: qwen3_moe::plan },
     Family { model_types: &["mimo"], defaults: qwen2::DEFAULTS, plan: heads::mimo::plan },
     Family { model_types: &["smollm3"], defaults: smollm3::DEFAULTS, plan: smollm3::plan },
     Family { model_types: &["gpt2"], defaults: gpt2::DEFAULTS, plan: gpt2::plan },
@@ -110,6 +114,13 @@ pub enum RuleKind {
     Vector {
         /// Elements.
         n: usize,
+    },
+    /// A matrix `[n, k]` that picks experts: small, and a wrong pick is no small error, so it stays as it is.
+    Router {
+        /// Experts.
+        n: usize,
+        /// Inputs.
+        k: usize,
     },
     /// The vector `.bias` of a module, always float.
     Bias {

@@ -62,6 +62,8 @@ fn rules_and_spec_name_the_same_tensors() {
         config(json!({"model_type": "qwen2"})),
         config(json!({"model_type": "qwen3", "attention_bias": true})),
         config(json!({"model_type": "smollm3"})),
+        config(json!({"model_type": "mixtral", "num_local_experts": 3})),
+        config(json!({"model_type": "qwen3_moe", "num_experts": 9, "mlp_only_layers": [0], "attention_bias": true})),
         gpt2(json!({})),
         gpt_neo(json!({})),
     ];
@@ -71,7 +73,7 @@ fn rules_and_spec_name_the_same_tensors() {
         plan.set_tied(tied);
         let shape = |kind| match kind {
             RuleKind::Linear { n, k } | RuleKind::Embedding { n, k } => vec![n as u64, k as u64],
-            RuleKind::Head { n, k } | RuleKind::Table { n, k } => vec![n as u64, k as u64],
+            RuleKind::Head { n, k } | RuleKind::Table { n, k } | RuleKind::Router { n, k } => vec![n as u64, k as u64],
             RuleKind::Vector { n } | RuleKind::Bias { n } | RuleKind::Tokens { n, .. } => vec![n as u64],
         };
         let rules: BTreeMap<_, _> = plan.rules.iter().map(|r| (r.target.clone(), shape(r.kind))).collect();
@@ -155,6 +157,24 @@ fn windows_are_where_the_family_puts_them() {
     }
     assert_eq!(windows(&gpt_neo(json!({}))), [None, Some(16)]);
     assert_eq!(windows(&gpt_neo(json!({"attention_types": [[["local"], 2]], "window_size": null}))), [Some(256); 2]);
+}
+
+#[test]
+fn mixtures_are_in_the_layers_that_say_so() {
+    let mlps = |change| read(&config(change)).spec.layers.into_iter().map(|l| l.mlp).collect::<Vec<_>>();
+    let mixture = |experts, top, inner, normalized| Mlp::Experts { experts, top, inner, act: Act::Silu, normalized };
+    let mixtral = mlps(json!({"model_type": "mixtral"}));
+    assert_eq!(mixtral, [mixture(8, 2, 96, true), mixture(8, 2, 96, true)]);
+    let qwen = |change| mlps(changed(json!({"model_type": "qwen3_moe", "num_hidden_layers": 4}), change));
+    let mixed = |change| qwen(change).iter().map(Mlp::routed).collect::<Vec<_>>();
+    assert_eq!(qwen(json!({}))[3], mixture(128, 8, 768, false));
+    assert_eq!(mixed(json!({"mlp_only_layers": [0, 2]})), [false, true, false, true]);
+    assert_eq!(mixed(json!({"decoder_sparse_step": 2})), [false, true, false, true]);
+    assert_eq!(mixed(json!({"num_experts": 0})), [false; 4]);
+    let error = plan_error(&config(json!({"model_type": "mixtral", "num_experts_per_tok": 9})));
+    assert!(error.contains("layer 0: top is 9, expected 1 to 8"), "{error}");
+    let error = plan_error(&config(json!({"model_type": "qwen3_moe", "mlp_only_layers": "all"})));
+    assert!(error.contains("mlp_only_layers: expected a list of whole numbers"), "{error}");
 }
 
 #[test]

@@ -29,8 +29,11 @@ pub(super) fn attention(spec: &ModelSpec) -> String {
 pub(super) fn mlp(spec: &ModelSpec) -> String {
     let kind = |l: &Layer| {
         let (kind, act, bias, order) = match l.mlp {
-            Mlp::Gated { act, bias, mlp_order, .. } => ("gated", act, bias, mlp_order),
-            Mlp::Plain { act, bias, mlp_order, .. } => ("plain", act, bias, mlp_order),
+            Mlp::Gated { act, bias, mlp_order, .. } => ("gated".to_string(), act, bias, mlp_order),
+            Mlp::Plain { act, bias, mlp_order, .. } => ("plain".to_string(), act, bias, mlp_order),
+            Mlp::Experts { experts, top, inner, act, .. } => {
+                (format!("{top} of {experts} gated experts of inner {inner}"), act, false, false)
+            }
         };
         let act = match act {
             Act::Silu => "silu",

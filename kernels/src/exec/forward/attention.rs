@@ -121,7 +121,7 @@ impl Forward {
         let tensors = &self.layers[layer];
         let (acts, bias) = match half {
             Half::Attention => (&self.bufs.acts, &tensors.o_bias),
-            Half::Mlp => (&self.bufs.inner, &tensors.down_bias),
+            Half::Mlp => (&self.bufs.inner, &tensors.block().down_bias),
         };
         let (simd, x) = (self.simd, Disjoint::new(&mut self.bufs.x));
         let add = |row: usize, at: usize, tile: &[f32]| {

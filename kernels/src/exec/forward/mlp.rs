@@ -1,20 +1,32 @@
-//! The feed-forward half of a layer.
+//! The feed-forward half of a layer: one block for all rows. A mixture of several: [`super::experts`].
 
 use quern_models::PANEL;
 
 use super::{
-    Forward,
+    Forward, Readers,
     attention::Half,
     linear::{Linear, PerThread},
-    tensors::add_bias,
+    tensors::{Block, MlpTensors, add_bias},
 };
 use crate::cpu::{act, acts::Forms, linear::linear_panel};
 
 impl Forward {
+    /// The whole half, added to the residual stream.
+    pub(super) fn feed_forward(&mut self, layer: usize, m: usize) {
+        match &self.layers[layer].mlp {
+            MlpTensors::One(_) => {
+                self.norm_into_acts(Readers::Mlp(layer), None, m);
+                self.up(layer, m);
+                self.down(layer);
+            }
+            MlpTensors::Experts(_) => self.mixture(layer, m),
+        }
+    }
+
     /// Up, and gate if there is one; what is activated goes panel by panel into `inner`, quantized where it is
     /// computed.
-    pub(super) fn up(&mut self, layer: usize, m: usize) {
-        let tensors = &self.layers[layer];
+    fn up(&mut self, layer: usize, m: usize) {
+        let tensors = self.layers[layer].block();
         let (gate, up) = (tensors.gate.map(|t| self.file.view(t)), self.file.view(tensors.up));
         self.bufs.inner.reset(m, up.n, Forms::of(self.file.view(tensors.down).scheme, self.mode));
         let (isa, simd, mode, kind) = (self.isa, self.simd, self.mode, tensors.act);
@@ -49,8 +61,9 @@ impl Forward {
         });
     }
 
-    pub(super) fn down(&mut self, layer: usize) {
+    fn down(&mut self, layer: usize) {
         let file = self.file.clone();
-        self.add_linear(&file.view(self.layers[layer].down), layer, Half::Mlp);
+        let Block { down, .. } = *self.layers[layer].block();
+        self.add_linear(&file.view(down), layer, Half::Mlp);
     }
 }

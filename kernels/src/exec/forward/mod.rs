@@ -6,6 +6,7 @@
 //! run on the calling thread, where a parallel region would cost more than it saves.
 
 mod attention;
+mod experts;
 mod guess;
 mod head;
 mod linear;
@@ -70,6 +71,7 @@ struct Buffers {
     acts: Acts,
     /// Input of the down projection.
     inner: Acts,
+    experts: experts::Buffers,
     heads: Heads,
     /// Per distinct rope: frequencies and `[m][head_dim / 2]` cosines and sines.
     angles: Vec<Angles>,
@@ -221,9 +223,7 @@ impl Forward {
             self.rope_and_append(i, plan);
             self.attend(i, plan, m);
             self.output(i, m);
-            self.norm_into_acts(Readers::Mlp(i), None, m);
-            self.up(i, m);
-            self.down(i);
+            self.feed_forward(i, m);
         }
         self.keep_states(self.layers.len(), m);
         &self.bufs.x
@@ -302,8 +302,9 @@ impl Forward {
             Readers::Attention(i) => (&self.layers[i].attn_in, forms(&self.layers[i].qkv)),
             Readers::Mlp(i) => {
                 let layer = &self.layers[i];
-                let up = forms(&[layer.up]);
-                (&layer.mlp_in, layer.gate.map_or(up, |gate| forms(&[gate]).and(up)))
+                let block = layer.block();
+                let up = forms(&[block.up]);
+                (&layer.mlp_in, block.gate.map_or(up, |gate| forms(&[gate]).and(up)))
             }
             Readers::Head => {
                 let head = self.head.as_ref().expect("whatever has layers has it");

@@ -1,7 +1,7 @@
 //! What a layer is made of: indices of its matrices in the file, and its vectors, loaded once.
 
 use quern_models::{
-    ModelFile,
+    ModelFile, Scheme,
     spec::{Act, Attn, Layer, Mlp, Norm},
 };
 
@@ -32,6 +32,17 @@ pub(super) struct LayerTensors {
     pub o: usize,
     pub o_bias: Vec<f32>,
     pub mlp_in: Input,
+    pub mlp: MlpTensors,
+}
+
+/// The feed-forward half of a layer.
+pub(super) enum MlpTensors {
+    One(Block),
+    Experts(Experts),
+}
+
+/// One block for all tokens.
+pub(super) struct Block {
     pub gate: Option<usize>,
     pub gate_bias: Vec<f32>,
     pub up: usize,
@@ -41,15 +52,71 @@ pub(super) struct LayerTensors {
     pub down_bias: Vec<f32>,
 }
 
+/// A mixture.
+pub(super) struct Experts {
+    pub router: usize,
+    /// Gate, up and down of each.
+    pub each: Vec<[usize; 3]>,
+    /// What gates and ups are stored in, and what downs are: each scheme once.
+    pub schemes: [Vec<Scheme>; 2],
+    pub inner: usize,
+    pub top: usize,
+    pub act: Act,
+    pub normalized: bool,
+}
+
 impl LayerTensors {
+    /// The block of a layer that is no mixture.
+    pub fn block(&self) -> &Block {
+        match &self.mlp {
+            MlpTensors::One(block) => block,
+            MlpTensors::Experts(_) => unreachable!("a mixture has a pass of its own"),
+        }
+    }
+
+    /// The experts of a layer that is a mixture.
+    pub fn experts(&self) -> &Experts {
+        match &self.mlp {
+            MlpTensors::Experts(experts) => experts,
+            MlpTensors::One(_) => unreachable!("the caller asked what the layer is"),
+        }
+    }
+
     pub fn new(file: &ModelFile, i: usize, layer: &Layer, angles: &mut Vec<Angles>) -> LayerTensors {
         let name = |name: &str| format!("layers.{i}.{name}");
         let at = |tensor: &str| index(file, &name(tensor));
         let bias = |there: bool, tensor: &str| if there { vector(file, &name(tensor)) } else { vec![] };
         let Attn::Gqa { head_dim, ref rope, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } = layer.attn;
-        let (gate, act, mlp_bias, mlp_order) = match layer.mlp {
-            Mlp::Gated { act, bias, mlp_order, .. } => (Some(at("gate")), act, bias, mlp_order),
-            Mlp::Plain { act, bias, mlp_order, .. } => (None, act, bias, mlp_order),
+        let block = |gated: bool, act, biased: bool| {
+            MlpTensors::One(Block {
+                gate: gated.then(|| at("gate")),
+                gate_bias: bias(biased && gated, "gate_bias"),
+                up: at("up"),
+                up_bias: bias(biased, "up_bias"),
+                act,
+                down: at("down"),
+                down_bias: bias(biased, "down_bias"),
+            })
+        };
+        let (mlp, mlp_order) = match layer.mlp {
+            Mlp::Gated { act, bias, mlp_order, .. } => (block(true, act, bias), mlp_order),
+            Mlp::Plain { act, bias, mlp_order, .. } => (block(false, act, bias), mlp_order),
+            Mlp::Experts { experts, top, inner, act, normalized } => {
+                let of = |e: usize| ["gate", "up", "down"].map(|tensor| at(&format!("experts.{e}.{tensor}")));
+                let each: Vec<_> = (0..experts).map(of).collect();
+                let stored = |which: std::ops::Range<usize>| {
+                    let mut schemes: Vec<Scheme> = vec![];
+                    for &t in each.iter().flat_map(|each| &each[which.clone()]) {
+                        let scheme = file.view(t).scheme;
+                        if !schemes.contains(&scheme) {
+                            schemes.push(scheme);
+                        }
+                    }
+                    schemes
+                };
+                let schemes = [stored(0..2), stored(2..3)];
+                (MlpTensors::Experts(Experts { router: at("router"), each, schemes, inner, top, act, normalized }), false)
+            }
         };
         let order = |there: bool, tensor: &str| there.then(|| name(tensor));
         LayerTensors {
@@ -62,13 +129,7 @@ impl LayerTensors {
             o: at("o"),
             o_bias: bias(o_bias, "o_bias"),
             mlp_in: Input::new(file, &name("mlp_norm"), &layer.mlp_norm, order(mlp_order, "mlp_order")),
-            gate,
-            gate_bias: bias(mlp_bias && gate.is_some(), "gate_bias"),
-            up: at("up"),
-            up_bias: bias(mlp_bias, "up_bias"),
-            act,
-            down: at("down"),
-            down_bias: bias(mlp_bias, "down_bias"),
+            mlp,
         }
     }
 }

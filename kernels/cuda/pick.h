@@ -1,0 +1,34 @@
+// Which tokens and which weight a block of a linear kernel has.
+#pragma once
+#include "layout.h"
+
+// Tokens from `token` to `end`, of which the block takes the first; `expert` of a mixture, else 0.
+struct Part {
+    u32 token, end, expert;
+};
+
+// The block's, `tokens` of them at most. Without any, `token` is not below `end`.
+DEVICE Part part_of(const LinearArgs& a, u32 tokens) {
+    if (!a.tiles) return {blockIdx.x * tokens, a.m, 0};
+    const uint4 tile = ((const uint4*)a.tiles)[blockIdx.x];
+    return {tile.y, tile.z, tile.x};
+}
+
+// The weight that a panel of the launch belongs to; `panel` becomes the weight's own, `column` its first output.
+DEVICE WeightRef pick(const LinearArgs& a, u32 expert, u32& panel, u32& column) {
+    WeightRef w = a.weight[0];
+    column = a.column[0];
+    u32 first = 0, which = 0;
+#pragma unroll
+    for (int i = 1; i < 3; i++) {
+        if ((u32)i < a.count && panel >= a.first[i]) {
+            w = a.weight[i];
+            column = a.column[i];
+            first = a.first[i];
+            which = i;
+        }
+    }
+    panel -= first;
+    if (a.experts) w = ((const WeightRef*)a.experts)[expert * a.count + which];
+    return w;
+}
