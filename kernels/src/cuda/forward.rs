@@ -25,12 +25,13 @@ use super::{
     exec::{HEAD_ROWS, Part, table, widths},
     kv::KvPool,
     linear::{Linear, Output},
-    model::{Input, LayerWeights, Model},
+    model::{Block, Experts, Input, LayerWeights, MlpWeights, Model},
     ops::{Ops, RopeAppend},
+    route::{self, Route},
     stage::Stages,
-    weight::Weight,
 };
 use crate::{
+    cpu::acts::Forms,
     exec::{Angles, Fed, Plan},
     sample::Need,
 };
@@ -46,6 +47,7 @@ pub(super) struct Forward {
     ops: Ops,
     attend: Attend,
     choose: Choose,
+    mixing: Option<Mixing>,
     bufs: Buffers,
     rows: usize,
     /// Which half of the logits and of what is chosen from them belongs to the pass launched last.
@@ -135,7 +137,7 @@ impl Sizes {
         let up = |mlp: &Mlp| match *mlp {
             Mlp::Gated { inner, .. } => 2 * inner,
             Mlp::Plain { inner, .. } => inner,
-            Mlp::Experts { .. } => todo!(),
+            Mlp::Experts { .. } => 0,
         };
         Sizes {
             qkv: rows * layers.iter().map(|l| row(&l.attn)).max().unwrap_or(0),
@@ -184,16 +186,17 @@ impl Forward {
         };
         bufs.batch.lend(kv.spare());
         let mut linear = Linear::new(&device)?;
-        let layers = model.layers.iter().flat_map(|l| {
-            let up: Vec<&Weight> = l.gate.iter().chain([&l.up]).collect();
-            [l.qkv.iter().collect(), vec![&l.o], up, vec![&l.down]]
-        });
+        let layers = model
+            .layers
+            .iter()
+            .flat_map(|l| [l.qkv.iter().collect(), vec![&l.o], l.mlp_readers(), l.down().into_iter().collect()]);
         for group in layers.collect::<Vec<_>>() {
             linear.reserve(&group, rows)?;
         }
         if let Some(head) = model.head() {
             linear.reserve(&[head], HEAD_ROWS)?;
         }
+        let mixing = Mixing::new(&device, &spec.layers[first..], &model, form, rows)?;
         let guessing = Guessing::new(&device, spec, &model, &mut linear, form, rows)?;
         let own = spec.draft_head.as_ref().map(|head| match head.feeds_normed() {
             true => States::Normed,
@@ -204,6 +207,7 @@ impl Forward {
             ops: Ops::new(&device)?,
             attend: Attend::new(&device)?,
             choose: Choose::new(&device, HEAD_ROWS, spec.vocab)?,
+            mixing,
             device,
             file: file.clone(),
             model,
@@ -227,7 +231,7 @@ impl Forward {
         let layers = &spec.layers[first..];
         let wide = |k: usize| k.next_multiple_of(256);
         let q = layers.iter().map(|l| self::widths(&l.attn).0).max().unwrap_or(0);
-        let inner = layers.iter().map(|l| l.mlp.inner()).max().unwrap_or(0);
+        let inner = layers.iter().filter(|l| !l.mlp.routed()).map(|l| l.mlp.inner()).max().unwrap_or(0);
         let half = layers.iter().map(|l| {
             let Attn::Gqa { head_dim, .. } = l.attn;
             head_dim
@@ -243,7 +247,8 @@ impl Forward {
         let fixed = 4 * (rows * MOST_PARTIALS + 4 * rows + 8 * HEAD_ROWS + 2 * MOVED) + (48 << 20);
         let last = Acts::bytes(form, held, HEAD_ROWS, widths[0]);
         let guess = Guessing::bytes(spec, form, held, rows);
-        4 * floats + acts + last + Batch::bytes(&shapes(layers), rows) + fixed + guess
+        let mixing = Mixing::bytes(layers, spec.hidden, form, held, rows);
+        4 * floats + acts + last + Batch::bytes(&shapes(layers), rows) + fixed + guess + mixing
     }
 
     pub fn spec(&self) -> &ModelSpec {
@@ -396,7 +401,7 @@ impl Forward {
     /// All launches of the layers, for `m` rows; `fused`: states of a model go through `fuse` first.
     fn launch(&mut self, m: usize, fused: bool) -> Result<(), CudaError> {
         let ropes = self.ropes();
-        let Forward { model, kv, linear, ops, attend, bufs, rows, file, guessing, kept, .. } = self;
+        let Forward { model, kv, linear, ops, attend, bufs, rows, file, guessing, kept, mixing, .. } = self;
         let (spec, rows) = (file.spec(), *rows);
         let hidden = spec.hidden;
         let (tokens, positions) = (bufs.numbers.at(0), bufs.numbers.at(rows));
@@ -437,17 +442,19 @@ impl Forward {
             linear.run(&[&layer.o], &bufs.attended, m, residual(&layer.o_bias))?;
             norm(ops, &layer.mlp_in, bufs.x.ptr(), None, &bufs.hidden, hidden, m)?;
             let inner = shape.mlp.inner();
-            let bias = layer.up_bias.as_ref().map(Buffer::ptr);
-            let to = bufs.up.ptr();
-            match &layer.gate {
-                Some(gate) => {
-                    let out = Output::Store { to, stride: 2 * inner, bias };
-                    linear.run(&[gate, &layer.up], &bufs.hidden, m, out)?;
+            match (&layer.mlp, &*mixing) {
+                (MlpWeights::One(Block { up, up_bias, act, down, down_bias }), _) => {
+                    let (to, bias) = (bufs.up.ptr(), up_bias.as_ref().map(Buffer::ptr));
+                    let out = Output::Store { to, stride: up.len() * inner, bias };
+                    linear.run(&up.iter().collect::<Vec<_>>(), &bufs.hidden, m, out)?;
+                    ops.act(to, *act, up.len() > 1, inner, &bufs.inner, m)?;
+                    linear.run(&[down], &bufs.inner, m, residual(down_bias))?;
                 }
-                None => linear.run(&[&layer.up], &bufs.hidden, m, Output::Store { to, stride: inner, bias })?,
+                (MlpWeights::Experts(experts), Some(mixing)) => {
+                    mixing.run(linear, ops, experts, &layer.mlp_in, bufs, [hidden, inner], m)?;
+                }
+                (MlpWeights::Experts(_), None) => unreachable!("there are buffers where there are experts"),
             }
-            ops.act(to, layer.act, layer.gate.is_some(), inner, &bufs.inner, m)?;
-            linear.run(&[&layer.down], &bufs.inner, m, residual(&layer.down_bias))?;
         }
         keep(last)
     }
@@ -590,6 +597,98 @@ fn norm(
 ) -> Result<(), CudaError> {
     let order = input.order.as_ref().map(Buffer::ptr);
     ops.norm(x, rows, &input.norm(), order, hidden, to, m)
+}
+
+/// Buffers of mixtures of experts; each takes as many rows as the largest needs.
+struct Mixing {
+    route: Route,
+    routes: route::Routes,
+    /// `[rows][experts]`.
+    logits: Buffer<f32>,
+    /// Inputs of gates and ups, and of downs.
+    hidden: Acts,
+    inner: Acts,
+    /// Gate and up side by side, `[room][2 inner]`.
+    up: Buffer<f32>,
+    /// `[room][hidden]`.
+    out: Buffer<f32>,
+}
+
+impl Mixing {
+    /// The largest number of experts, of a row's, and of an expert's inner columns.
+    fn largest(layers: &[Layer]) -> Option<(route::Shape, usize)> {
+        let shapes = layers.iter().filter_map(|l| match l.mlp {
+            Mlp::Experts { experts, top, inner, .. } => Some((route::Shape { experts, top }, inner)),
+            _ => None,
+        });
+        let larger = |a: route::Shape, b: route::Shape| route::Shape {
+            experts: a.experts.max(b.experts),
+            top: a.top.max(b.top),
+        };
+        shapes.reduce(|(a, inner), (b, other)| (larger(a, b), inner.max(other)))
+    }
+
+    fn new(
+        device: &Arc<Device>,
+        layers: &[Layer],
+        model: &Model,
+        form: Form,
+        rows: usize,
+    ) -> Result<Option<Mixing>, CudaError> {
+        let (Some((shape, inner)), Some([(forms, width), (inner_forms, inner_width)])) =
+            (Mixing::largest(layers), model.of_experts())
+        else {
+            return Ok(None);
+        };
+        let (what, room) = ("experts of a step", shape.room(rows));
+        // Rows that no expert has are activated like the others.
+        let mut up = Buffer::new(device, what, room * 2 * inner)?;
+        up.fill(0)?;
+        Ok(Some(Mixing {
+            route: Route::new(device)?,
+            routes: route::Routes::new(device, shape, rows)?,
+            logits: Buffer::new(device, what, rows * shape.experts)?,
+            hidden: Acts::with(device, form, forms, room, width)?,
+            inner: Acts::with(device, form, inner_forms, room, inner_width)?,
+            up,
+            out: Buffer::new(device, what, room * width)?,
+        }))
+    }
+
+    /// Bytes of those buffers and of the tables of experts, from above.
+    fn bytes(layers: &[Layer], hidden: usize, form: Form, held: Forms, rows: usize) -> usize {
+        let Some((shape, inner)) = Mixing::largest(layers) else { return 0 };
+        let (room, wide) = (shape.room(rows), |k: usize| k.next_multiple_of(256));
+        let acts = Acts::bytes(form, held, room, wide(hidden)) + Acts::bytes(form, held, room, wide(inner));
+        let floats = rows * shape.experts + room * (2 * inner + wide(hidden));
+        let tables = layers.len() * shape.experts * 3 * 512;
+        route::Routes::bytes(shape, rows) + 4 * floats + acts + tables
+    }
+
+    /// The feed-forward half of a layer, added to the residual stream.
+    #[allow(clippy::too_many_arguments)]
+    fn run(
+        &self,
+        linear: &mut Linear,
+        ops: &Ops,
+        experts: &Experts,
+        input: &Input,
+        bufs: &Buffers,
+        [hidden, inner]: [usize; 2],
+        m: usize,
+    ) -> Result<(), CudaError> {
+        let Experts { router, up, act, down, shape, normalized } = experts;
+        let out = Output::Store { to: self.logits.ptr(), stride: shape.experts, bias: None };
+        linear.run(&[router], &bufs.hidden, m, out)?;
+        let exact = up.exact() || down.exact();
+        let tiles = self.route.run(self.logits.ptr(), *shape, *normalized, exact, &self.routes, m)?;
+        let (room, rows) = (shape.room(m), Some(self.routes.rows.ptr()));
+        norm(ops, input, bufs.x.ptr(), rows, &self.hidden, hidden, room)?;
+        linear.run_experts(up, &self.hidden, &tiles, self.up.ptr(), 2 * inner)?;
+        ops.act(self.up.ptr(), *act, true, inner, &self.inner, room)?;
+        linear.run_experts(down, &self.inner, &tiles, self.out.ptr(), hidden)?;
+        self.route.sum(self.out.ptr(), &self.routes, shape.top, hidden, bufs.x.ptr(), m)
+    }
 }
 
 /// What attention of each layer looks like.

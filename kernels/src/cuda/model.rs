@@ -12,7 +12,9 @@ use quern_models::{
 use super::{
     Buffer, CudaError, Device, DevicePtr, Upload,
     acts::Form,
+    linear::Mixture,
     ops::{self, NormKind},
+    route,
     weight::Weight,
 };
 
@@ -81,13 +83,64 @@ pub(super) struct LayerWeights {
     pub o: Weight,
     pub o_bias: Option<Buffer<f32>>,
     pub mlp_in: Input,
-    pub gate: Option<Weight>,
-    pub up: Weight,
+    pub mlp: MlpWeights,
+}
+
+/// The feed-forward half of a layer.
+pub(super) enum MlpWeights {
+    One(Block),
+    Experts(Experts),
+}
+
+/// One block for all tokens.
+pub(super) struct Block {
+    /// Gate, if there is one, and up.
+    pub up: Vec<Weight>,
     /// `[inner]` or, gate's first, `[2 inner]`.
     pub up_bias: Option<Buffer<f32>>,
     pub act: Act,
     pub down: Weight,
     pub down_bias: Option<Buffer<f32>>,
+}
+
+/// A mixture.
+pub(super) struct Experts {
+    pub router: Weight,
+    /// Gates and ups side by side.
+    pub up: Mixture,
+    pub act: Act,
+    pub down: Mixture,
+    pub shape: route::Shape,
+    pub normalized: bool,
+}
+
+impl LayerWeights {
+    fn block(&self) -> Option<&Block> {
+        match &self.mlp {
+            MlpWeights::One(block) => Some(block),
+            MlpWeights::Experts(_) => None,
+        }
+    }
+
+    pub fn experts(&self) -> Option<&Experts> {
+        match &self.mlp {
+            MlpWeights::Experts(experts) => Some(experts),
+            MlpWeights::One(_) => None,
+        }
+    }
+
+    /// What reads the rows in front of the MLP behind their norm, side by side; of a mixture its router.
+    pub fn mlp_readers(&self) -> Vec<&Weight> {
+        match &self.mlp {
+            MlpWeights::One(block) => block.up.iter().collect(),
+            MlpWeights::Experts(experts) => vec![&experts.router],
+        }
+    }
+
+    /// What reads the inside of the MLP, but for experts.
+    pub fn down(&self) -> Option<&Weight> {
+        self.block().map(|block| &block.down)
+    }
 }
 
 impl Model {
@@ -198,10 +251,7 @@ impl Model {
     fn readers(&self) -> impl Iterator<Item = &Weight> {
         let wide = self.wide();
         let qkv = move |i: usize, l: &LayerWeights| l.qkv.len() * usize::from(i > 0 || !wide);
-        self.layers
-            .iter()
-            .enumerate()
-            .flat_map(move |(i, l)| l.qkv.iter().take(qkv(i, l)).chain(&l.gate).chain([&l.up]))
+        self.layers.iter().enumerate().flat_map(move |(i, l)| l.qkv.iter().take(qkv(i, l)).chain(l.mlp_readers()))
     }
 
     /// What the inputs of the linear layers hold in the int8 form: those of q, k, v, gate and up; of o; of down; of the
@@ -213,7 +263,7 @@ impl Model {
         [
             of(&mut self.readers()),
             of(&mut self.layers.iter().map(|l| &l.o)),
-            of(&mut self.layers.iter().map(|l| &l.down)),
+            of(&mut self.layers.iter().filter_map(LayerWeights::down)),
             of(&mut self.heads()),
         ]
     }
@@ -225,8 +275,21 @@ impl Model {
         [
             hidden.map(|w| w.k_pad).max().unwrap_or(0),
             self.layers.iter().map(|l| l.o.k_pad).max().unwrap_or(0),
-            self.layers.iter().map(|l| l.down.k_pad).max().unwrap_or(0),
+            self.layers.iter().filter_map(LayerWeights::down).map(|w| w.k_pad).max().unwrap_or(0),
         ]
+    }
+
+    /// The same of mixtures: forms and widths of the inputs of gates and ups, and of downs. `None` if there is none.
+    pub fn of_experts(&self) -> Option<[(Forms, usize); 2]> {
+        let all: Vec<&Experts> = self.layers.iter().filter_map(LayerWeights::experts).collect();
+        let of = |weights: &mut dyn Iterator<Item = &Weight>| {
+            weights.fold((Forms::default(), 0), |(forms, width), w| {
+                (forms.and(Forms::of(w.scheme, Mode::Int8)), width.max(w.k_pad))
+            })
+        };
+        let inputs = of(&mut all.iter().flat_map(|e| e.up.weights()));
+        let inner = of(&mut all.iter().flat_map(|e| e.down.weights()));
+        (!all.is_empty()).then_some([inputs, inner])
     }
 }
 
@@ -306,12 +369,10 @@ impl Load<'_> {
     fn layer(&mut self, i: usize, layer: &Layer, angles: &mut Vec<Angles>) -> Result<LayerWeights, CudaError> {
         let name = |name: &str| format!("layers.{i}.{name}");
         let Attn::Gqa { head_dim, ref rope, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } = layer.attn;
-        let (gated, act, bias, mlp_order) = match layer.mlp {
-            Mlp::Gated { act, bias, mlp_order, .. } => (true, act, bias, mlp_order),
-            Mlp::Plain { act, bias, mlp_order, .. } => (false, act, bias, mlp_order),
-            Mlp::Experts { .. } => todo!(),
+        let mlp_order = match layer.mlp {
+            Mlp::Gated { mlp_order, .. } | Mlp::Plain { mlp_order, .. } => mlp_order,
+            Mlp::Experts { .. } => false,
         };
-        let up_bias = if gated { &["gate_bias", "up_bias"][..] } else { &["up_bias"] };
         let order = |there: bool, tensor: &str| there.then(|| name(tensor));
         Ok(LayerWeights {
             attn_in: self.input(&name("attn_norm"), &layer.attn_norm, order(attn_order, "attn_order"))?,
@@ -326,12 +387,50 @@ impl Load<'_> {
             o: self.matrix(&name("o"))?,
             o_bias: self.vectors(o_bias, &[name("o_bias")])?,
             mlp_in: self.input(&name("mlp_norm"), &layer.mlp_norm, order(mlp_order, "mlp_order"))?,
-            gate: gated.then(|| self.matrix(&name("gate"))).transpose()?,
-            up: self.matrix(&name("up"))?,
-            up_bias: self.vectors(bias, &up_bias.iter().map(|b| name(b)).collect::<Vec<_>>())?,
+            mlp: match layer.mlp {
+                Mlp::Gated { act, bias, .. } => MlpWeights::One(self.block(i, &["gate", "up"], act, bias)?),
+                Mlp::Plain { act, bias, .. } => MlpWeights::One(self.block(i, &["up"], act, bias)?),
+                Mlp::Experts { experts, top, act, normalized, .. } => MlpWeights::Experts(Experts {
+                    router: self.matrix(&name("router"))?,
+                    up: self.mixture(i, experts, &["gate", "up"])?,
+                    act,
+                    down: self.mixture(i, experts, &["down"])?,
+                    shape: route::Shape { experts, top },
+                    normalized,
+                }),
+            },
+        })
+    }
+
+    fn block(&mut self, i: usize, ups: &[&str], act: Act, bias: bool) -> Result<Block, CudaError> {
+        let name = |name: &str| format!("layers.{i}.{name}");
+        Ok(Block {
+            up: ups.iter().map(|up| self.matrix(&name(up))).collect::<Result<_, _>>()?,
+            up_bias: self.vectors(bias, &ups.iter().map(|up| name(&format!("{up}_bias"))).collect::<Vec<_>>())?,
             act,
             down: self.matrix(&name("down"))?,
             down_bias: self.vectors(bias, &[name("down_bias")])?,
         })
+    }
+
+    /// Weights of all experts of layer `i` by their names, which lie side by side in an expert's outputs.
+    fn mixture(&mut self, i: usize, experts: usize, names: &[&str]) -> Result<Mixture, CudaError> {
+        let mut sides = [vec![], vec![]];
+        for (side, name) in sides.iter_mut().zip(names) {
+            *side =
+                self.matrices(&(0..experts).map(|e| format!("layers.{i}.experts.{e}.{name}")).collect::<Vec<_>>())?;
+        }
+        Mixture::new(&self.device(), sides)
+    }
+
+    /// Matrices in one piece of memory.
+    fn matrices(&mut self, names: &[String]) -> Result<Vec<Weight>, CudaError> {
+        let indices: Vec<usize> = names.iter().map(|name| self.index(name)).collect();
+        if self.up.device().info().integrated
+            && let Ok(once) = indices.iter().map(|&i| self.file.view_once(i)).collect::<Result<Vec<_>, _>>()
+        {
+            return Weight::upload_all(self.up, &once.iter().map(|once| once.view()).collect::<Vec<_>>(), self.form);
+        }
+        Weight::upload_all(self.up, &indices.iter().map(|&i| self.file.view(i)).collect::<Vec<_>>(), self.form)
     }
 }

@@ -34,7 +34,7 @@ pub struct Weight {
     /// Form of the activations that it is multiplied with: in the int8 form f32 for what is no integer.
     pub form: Form,
     pub(super) device: WeightRef,
-    _memory: Buffer<u8>,
+    _memory: Arc<Buffer<u8>>,
 }
 
 /// Most columns whose products are added before a scale comes in.
@@ -42,6 +42,9 @@ const FOLD: usize = 128;
 
 /// Bytes of rows that are converted at a time.
 const CHUNK: usize = 16 << 20;
+
+/// Where weights that share memory begin, as allocations do.
+const TOGETHER: usize = 256;
 
 impl Weight {
     /// Bytes that [`Weight::upload`] takes and keeps.
@@ -67,9 +70,40 @@ impl Weight {
 
     /// Copies a tensor of the file to the device. Converting floats takes up to 16 MiB (or 64 rows) more meanwhile.
     pub fn upload(upload: &mut Upload, view: &TensorView, form: Form) -> Result<Weight, CudaError> {
+        let mut memory = Buffer::new(&upload.device().clone(), "weights", Weight::bytes(view, form))?;
+        let (device, k_pad) = Weight::upload_into(upload, view, form, &mut memory, 0)?;
+        let form = Weight::reads(view.scheme, form);
+        Ok(Weight { n: view.n, k: view.k, k_pad, scheme: view.scheme, form, device, _memory: Arc::new(memory) })
+    }
+
+    /// The same of several, in one piece of memory.
+    pub fn upload_all(upload: &mut Upload, views: &[TensorView], form: Form) -> Result<Vec<Weight>, CudaError> {
+        let sizes = views.iter().map(|view| Weight::bytes(view, form).next_multiple_of(TOGETHER));
+        let mut memory = Buffer::new(&upload.device().clone(), "weights", sizes.clone().sum())?;
+        let (mut at, mut refs) = (0, vec![]);
+        for (view, size) in views.iter().zip(sizes) {
+            refs.push(Weight::upload_into(upload, view, form, &mut memory, at)?);
+            at += size;
+        }
+        let memory = Arc::new(memory);
+        let weight = |(view, (device, k_pad)): (&TensorView, (WeightRef, usize))| {
+            let form = Weight::reads(view.scheme, form);
+            Weight { n: view.n, k: view.k, k_pad, scheme: view.scheme, form, device, _memory: memory.clone() }
+        };
+        Ok(views.iter().zip(refs).map(weight).collect())
+    }
+
+    /// Copies it to a part of `memory`; what kernels know of it there, and columns with their padding.
+    fn upload_into(
+        upload: &mut Upload,
+        view: &TensorView,
+        form: Form,
+        memory: &mut Buffer<u8>,
+        start: usize,
+    ) -> Result<(WeightRef, usize), CudaError> {
         let device = upload.device().clone();
         let form = Weight::reads(view.scheme, form);
-        let (memory, k_pad) = match (view.scheme, form) {
+        let k_pad = match (view.scheme, form) {
             (Scheme::Order, _) => {
                 return Err(CudaError::Model {
                     what: "a linear layer's weight",
@@ -77,24 +111,29 @@ impl Weight {
                     got: view.scheme.to_string(),
                 });
             }
-            (Scheme::Float(kind), Form::F16) => (floats(upload, &device, view, kind)?, view.k.next_multiple_of(64)),
-            (Scheme::Float(_), Form::F32) => (upload.put("weights", view.codes)?, view.k),
+            (Scheme::Float(kind), Form::F16) => {
+                floats(upload, &device, view, kind, memory, start)?;
+                view.k.next_multiple_of(64)
+            }
+            (Scheme::Float(_), Form::F32) => {
+                upload.put_into(memory, start, view.codes)?;
+                view.k
+            }
             _ => {
                 let p = planes(view);
-                let mut memory = Buffer::new(&device, "weights", p.total as usize)?;
                 let parts = [(p.codes, view.codes), (p.scales, view.scales), (p.zeros, view.zeros)];
                 for ((at, _), bytes) in parts.into_iter().chain([(p.supers, view.supers)]) {
-                    upload.put_into(&mut memory, at as usize, bytes)?;
+                    upload.put_into(memory, start + at as usize, bytes)?;
                 }
-                (memory, view.k.next_multiple_of(group(view.scheme)))
+                view.k.next_multiple_of(group(view.scheme))
             }
         };
         let p = planes(view);
-        let at = |(at, len): (u64, u64)| if len == 0 { DevicePtr::NULL } else { memory.at(at as usize) };
+        let at = |(at, len): (u64, u64)| if len == 0 { DevicePtr::NULL } else { memory.at(start + at as usize) };
         let group = group(view.scheme);
         let (code, zero, scale) = kinds(view.scheme, form);
         let device = WeightRef {
-            codes: memory.ptr(),
+            codes: memory.at(start),
             scales: at(p.scales),
             zeros: at(p.zeros),
             supers: at(p.supers),
@@ -109,7 +148,7 @@ impl Weight {
             scale,
             row_supers: k_pad.div_ceil(SUPER) as u32,
         };
-        Ok(Weight { n: view.n, k: view.k, k_pad, scheme: view.scheme, form, device, _memory: memory })
+        Ok((device, k_pad))
     }
 
     /// 64-row panels.
@@ -167,15 +206,16 @@ fn kinds(scheme: Scheme, form: Form) -> (u32, u32, u32) {
     }
 }
 
-/// Floats in the f16 form, converted on the device.
+/// Floats in the f16 form, converted on the device, from `at` on.
 fn floats(
     upload: &mut Upload,
     device: &Arc<Device>,
     view: &TensorView,
     kind: FloatType,
-) -> Result<Buffer<u8>, CudaError> {
+    memory: &mut Buffer<u8>,
+    at: usize,
+) -> Result<(), CudaError> {
     let kernel = device.kernel(&ptx::ROWS, "pack_halves")?;
-    let memory = Buffer::<u8>::new(device, "weights", halves(view.n, view.k))?;
     let beyond = Buffer::<u32>::of(device, "weights", &[0])?;
     let row = view.k * kind.size();
     let rows = (CHUNK / row.max(1) / 64 * 64).clamp(64, view.n.next_multiple_of(64));
@@ -189,7 +229,7 @@ fn floats(
             .with(code)
             .with(count as u32)
             .with(view.k as u32)
-            .with(memory.at(start * view.k.next_multiple_of(64) * 2))
+            .with(memory.at(at + start * view.k.next_multiple_of(64) * 2))
             .with(beyond.ptr());
         let quads = view.k.next_multiple_of(64) / 4;
         // SAFETY: `raw` holds `count` rows; from `start` on, `memory` has room for the panels of as many.
@@ -204,7 +244,7 @@ fn floats(
             got: format!("one beyond in a tensor [{}, {}] of {}", view.n, view.k, kind.name()),
         });
     }
-    Ok(memory)
+    Ok(())
 }
 
 #[cfg(test)]

@@ -120,7 +120,11 @@ impl Forward {
                 let (row, group) = groups.of(pair);
                 // SAFETY: each pair is a row of its own of its group's input, read in later regions.
                 unsafe {
-                    inputs[group].write_row(isa, pair - all[group].rows.start, &normed[row * hidden..(row + 1) * hidden])
+                    inputs[group].write_row(
+                        isa,
+                        pair - all[group].rows.start,
+                        &normed[row * hidden..(row + 1) * hidden],
+                    )
                 }
             });
         }

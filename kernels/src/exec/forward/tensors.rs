@@ -115,7 +115,10 @@ impl LayerTensors {
                     schemes
                 };
                 let schemes = [stored(0..2), stored(2..3)];
-                (MlpTensors::Experts(Experts { router: at("router"), each, schemes, inner, top, act, normalized }), false)
+                (
+                    MlpTensors::Experts(Experts { router: at("router"), each, schemes, inner, top, act, normalized }),
+                    false,
+                )
             }
         };
         let order = |there: bool, tensor: &str| there.then(|| name(tensor));
