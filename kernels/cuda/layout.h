@@ -36,6 +36,7 @@ struct WeightRef {
     DevicePtr scales;
     DevicePtr zeros;
     DevicePtr supers;
+    u64 step;
     u32 n;
     u32 k;
     u32 k_pad;
@@ -58,7 +59,6 @@ struct LinearArgs {
     DevicePtr bias;
     DevicePtr partial;
     DevicePtr tiles;
-    DevicePtr experts;
     u32 first[3];
     u32 column[3];
     u32 count;

@@ -14,56 +14,58 @@ template <int CODE, int TOKENS, bool PAIR, bool INT>
 struct NarrowCopies {
     static const int PIECES = Quad<CODE>::PIECES, ROWS = INT ? (TOKENS + 15) / 16 : TOKENS / 8;
     const u8 *codes, *h[ROWS], *levels;
-    int there[ROWS];  // bytes to copy of a token's activations: 16, or 0 beyond the last
-    int levels_there;
-    u32 codes_to, h_to, end, panel, token, tokens_end;
+    int there[INT ? 1 : ROWS];  // bytes to copy of a token's activations: 16, or 0 beyond the last; of integers a byte
+                                // each, and in the last byte those of scales and sums
+    u32 codes_to, h_to, end, panel;
     Place at;
 
     METHOD void init(const LinearArgs& a, const WeightRef& w, u32 panel_, const Part& part, const Slice& slice,
                      int lane) {
-        panel = panel_, token = part.token, tokens_end = part.end, end = slice.end;
+        panel = panel_, end = slice.end;
         at = place_at(w, slice.start);
         codes = (const u8*)w.codes + ((size_t)panel * w.k_pad + slice.start) * (PIECES * 4) + lane * 16;
         codes_to = fixed((lane ^ exchange<PAIR>(lane / PIECES)) * 16);
-        if constexpr (INT) integers(a, slice, lane);
-        else floats(a, slice, lane);
+        if constexpr (INT) integers(a, part, slice, lane);
+        else floats(a, part, slice, lane);
     }
 
     // Lane / 4 is a token, lane % 4 eight of its columns.
-    METHOD void floats(const LinearArgs& a, const Slice& slice, int lane) {
+    METHOD void floats(const LinearArgs& a, const Part& part, const Slice& slice, int lane) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            const u32 row = token + i * 8 + lane / 4;
+            const u32 row = part.token + i * 8 + lane / 4;
             h[i] = (const u8*)a.h + ((size_t)row * a.stride + slice.start + lane % 4 * 8) * 2;
-            there[i] = fixed(row < tokens_end ? 16 : 0);
+            there[i] = fixed(row < part.end ? 16 : 0);
         }
         h_to = fixed(a.at_h + (PAIR ? lane * 16 : lane % 4 / 2 * (TOKENS * 32 + 64) + lane / 4 * 32 + lane % 2 * 16));
     }
 
     // Lane / 2 is a token, lane % 2 16 of its columns. Scales and sums: a lane has those of two tokens.
-    METHOD void integers(const LinearArgs& a, const Slice& slice, int lane) {
+    METHOD void integers(const LinearArgs& a, const Part& part, const Slice& slice, int lane) {
+        there[0] = 0;
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            const u32 row = token + i * 16 + lane / 2;
+            const u32 row = part.token + i * 16 + lane / 2;
             h[i] = (const u8*)a.h + (size_t)row * a.stride + slice.start + lane % 2 * 16;
-            there[i] = row < tokens_end && lane < TOKENS * 2 ? 16 : 0;
+            if (row < part.end && lane < TOKENS * 2) there[0] |= 16 << (8 * i);
         }
         h_to = fixed(a.at_h + (PAIR ? lane * 16 : lane % 2 * (TOKENS * 16 + 64) + lane / 2 * 16));
-        const u32 part = lane / (TOKENS / 2), row = token + lane % (TOKENS / 2) * 2;
-        levels = (const u8*)a.sums + ((size_t)(slice.start / (PAIR ? 32 : 16) + part) * a.rows + row) * 8;
-        levels_there = row < tokens_end ? min(tokens_end - row, 2u) * 8 : 0;
+        const u32 which = lane / (TOKENS / 2), row = part.token + lane % (TOKENS / 2) * 2;
+        levels = (const u8*)a.sums + ((size_t)(slice.start / (PAIR ? 32 : 16) + which) * a.rows + row) * 8;
+        if (row < part.end) there[0] |= min(part.end - row, 2u) * 8 << 24;
+        there[0] = fixed(there[0]);
     }
 
     METHOD void next_integers(const LinearArgs& a, u32 to, int lane, u32 quads) {
         each<ROWS>([&](auto i) {
             const int I = decltype(i)::VALUE;
             if (TOKENS * 2 >= 32 || lane < TOKENS * 2)
-                copy_some<I * (PAIR ? 512 : 256), 0>(to + h_to, h[I], PAIR || lane % 2 * 4 < quads ? there[I] : 0);
+                copy_some<I * (PAIR ? 512 : 256), 0>(to + h_to, h[I], PAIR || lane % 2 * 4 < quads ? there[0] >> (8 * I) & 31 : 0);
             h[I] += 32;
         });
         if (lane < TOKENS / 2 * (PAIR ? 1 : 2)) {
             const bool within = PAIR || lane < TOKENS / 2 || quads > 4;
-            copy_some<0, 0>(to + a.at_sums + lane * 16, levels, within ? levels_there : 0);
+            copy_some<0, 0>(to + a.at_sums + lane * 16, levels, within ? there[0] >> 24 : 0);
         }
         levels += (size_t)a.rows * (PAIR ? 8 : 16);
     }
@@ -100,13 +102,15 @@ struct NarrowCopies {
         }
         if (!INT && w.zero == ZERO_MIN) {
             // Two sums of 16 columns of each token; what follows the end is not looked at.
+            const Part of = part_again(a, TOKENS);
             const int SUMS = PAIR ? 1 : 2;
 #pragma unroll
             for (int i = 0; i < (TOKENS * SUMS + 31) / 32; i++) {
                 const u32 sum = i * 32 + lane, row = sum / SUMS, part = sum % SUMS;
                 if (row < TOKENS) {
-                    const bool there = token + row < tokens_end && (PAIR || part * 4 < quads);
-                    const float* from = (const float*)a.sums + (size_t)(token + row) * (a.stride / 16) + column / 16 + part;
+                    const bool there = of.token + row < of.end && (PAIR || part * 4 < quads);
+                    const size_t first = (size_t)(of.token + row) * (a.stride / 16);
+                    const float* from = (const float*)a.sums + first + column / 16 + part;
                     copy_async<8 / SUMS>(stage + a.at_sums + row * 8 + part * 4, from, there);
                 }
             }
@@ -330,12 +334,12 @@ struct Narrow {
             if (CODE != CODE_HALVES) fold(a, w);
             pass(a);
         }
-        out(a, w, (float*)shared, warp, panel, first, part);
+        out(a, w, (float*)shared, warp, panel, first);
     }
 
     // Slices in order, and out.
-    METHOD void out(const LinearArgs& a, const WeightRef& w, float* sums, int warp, u32 panel, u32 first,
-                    const Part& part) {
+    METHOD void out(const LinearArgs& a, const WeightRef& w, float* sums, int warp, u32 panel, u32 first) {
+        const Part of = part_again(a, TOKENS);
         copy_wait<0>();
         __syncthreads();  // The stages are done with: sums f32 [SLICES][TOKENS][SUMS_PITCH].
 #pragma unroll
@@ -361,11 +365,11 @@ struct Narrow {
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < TOKENS * 64 / (SLICES * 32); i++) {
-            const u32 at = i * SLICES * 32 + threadIdx.x, row = panel * 64 + at % 64, token_of = part.token + at / 64;
+            const u32 at = i * SLICES * 32 + threadIdx.x, row = panel * 64 + at % 64, token_of = of.token + at / 64;
             float y = 0.0f;
 #pragma unroll
             for (int s = 0; s < SLICES; s++) y += sums[(s * TOKENS + at / 64) * SUMS_PITCH + at % 64];
-            if (token_of < part.end && row < w.n) {
+            if (token_of < of.end && row < w.n) {
                 if (a.splits == 1) put<INT>(a, token_of, first + row, y);
                 else ((float*)a.partial)[((size_t)blockIdx.z * a.m + token_of) * a.columns + first + row] = y;
             }

@@ -11,12 +11,12 @@ struct WideCopies {
     const u8 *codes[2], *h[2], *levels;
     int there[2];  // bytes to copy of a token's activations: 16, or 0 beyond the last
     int levels_there;
-    u32 codes_to, h_to, end, panel, token, tokens_end, mine;
+    u32 codes_to, h_to, end, panel, mine;
     Place at;
 
     METHOD void init(const LinearArgs& a, const WeightRef& w, u32 panel_, const Part& part, u32 start, u32 end_) {
         const u32 thread = threadIdx.x, last = (w.n + 63) / 64 - 1;
-        panel = panel_, token = part.token, tokens_end = part.end, end = end_;
+        panel = panel_, end = end_;
         at = place_at(w, start);
         // 4 bits: half of the threads have a piece of each panel; 8 bits: all have one of each; halves: two.
         const u32 piece = EACH == 1 ? thread % 64 : thread;
@@ -27,32 +27,32 @@ struct WideCopies {
             codes[i] = (const u8*)w.codes + ((size_t)from * w.k_pad + start) * (PIECES * 4) + piece * 16;
         }
         mine = min(panel + thread / 64, last);
-        if constexpr (INT) integers(a, start);
-        else floats(a, start);
+        if constexpr (INT) integers(a, part, start);
+        else floats(a, part, start);
     }
 
     // Thread / 4 is a token, thread % 4 eight of its columns; then the same 32 tokens on.
-    METHOD void floats(const LinearArgs& a, u32 start) {
+    METHOD void floats(const LinearArgs& a, const Part& part, u32 start) {
         const u32 thread = threadIdx.x;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const u32 row = token + i * 32 + thread / 4;
+            const u32 row = part.token + i * 32 + thread / 4;
             h[i] = (const u8*)a.h + ((size_t)row * a.stride + start + thread % 4 * 8) * 2;
-            there[i] = fixed(row < tokens_end ? 16 : 0);
+            there[i] = fixed(row < part.end ? 16 : 0);
         }
         h_to = thread % 4 / 2 * (TOKENS * 32 + 64) + thread / 4 * 32 + thread % 2 * 16;
         h_to = fixed(a.at_h + (PAIR ? thread * 16 : h_to));
     }
 
     // Thread / 2 is a token, thread % 2 16 of its columns. Scales and sums: a thread has those of two tokens.
-    METHOD void integers(const LinearArgs& a, u32 start) {
-        const u32 thread = threadIdx.x, row = token + thread / 2;
+    METHOD void integers(const LinearArgs& a, const Part& part, u32 start) {
+        const u32 thread = threadIdx.x, row = part.token + thread / 2;
         h[0] = (const u8*)a.h + (size_t)row * a.stride + start + thread % 2 * 16;
-        there[0] = fixed(row < tokens_end ? 16 : 0);
+        there[0] = fixed(row < part.end ? 16 : 0);
         h_to = fixed(a.at_h + (PAIR ? thread * 16 : thread % 2 * (TOKENS * 16 + 64) + thread / 2 * 16));
-        const u32 part = thread / (TOKENS / 2), two = token + thread % (TOKENS / 2) * 2;
-        levels = (const u8*)a.sums + ((size_t)(start / (PAIR ? 32 : 16) + part) * a.rows + two) * 8;
-        levels_there = fixed(two < tokens_end ? min(tokens_end - two, 2u) * 8 : 0);
+        const u32 which = thread / (TOKENS / 2), two = part.token + thread % (TOKENS / 2) * 2;
+        levels = (const u8*)a.sums + ((size_t)(start / (PAIR ? 32 : 16) + which) * a.rows + two) * 8;
+        levels_there = fixed(two < part.end ? min(part.end - two, 2u) * 8 : 0);
     }
 
     METHOD void next_integers(const LinearArgs& a, u32 to, u32 quads) {
@@ -104,9 +104,10 @@ struct WideCopies {
         }
         if (!INT && w.zero == ZERO_MIN) {
             // Two sums of 16 columns of each token; what follows the end is not looked at.
+            const Part of = part_again(a, TOKENS);
             const u32 row = thread / 2, part = thread % 2;
-            const bool there = token + row < tokens_end && (PAIR || part * 4 < quads);
-            const float* from = (const float*)a.sums + (size_t)(token + row) * (a.stride / 16) + column / 16 + part;
+            const bool there = of.token + row < of.end && (PAIR || part * 4 < quads);
+            const float* from = (const float*)a.sums + (size_t)(of.token + row) * (a.stride / 16) + column / 16 + part;
             copy_async<4>(stage + a.at_sums + thread * 4, from, there);
         }
     }
@@ -359,12 +360,12 @@ struct Wide {
             while (slice_end < column) slice_end = slice_of(w, slices, ++slice).end;
             if (slice_end == column) keep();
         }
-        out(a, w, (float*)shared, pair * 128, first, part);
+        out(a, w, (float*)shared, pair * 128, first);
     }
 
     // Rows side by side for the way out: [TOKENS][132]. Nothing is under way any more.
-    METHOD void out(const LinearArgs& a, const WeightRef& w, float* rows, u32 row, u32 first,
-                    const Part& part) {
+    METHOD void out(const LinearArgs& a, const WeightRef& w, float* rows, u32 row, u32 first) {
+        const Part of = part_again(a, TOKENS);
         copy_wait<0>();
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -388,10 +389,10 @@ struct Wide {
         __syncthreads();
         row += threadIdx.x;
         if (row >= w.n) return;
-        for (int i = 0; i < TOKENS && part.token + i < part.end; i++) {
+        for (int i = 0; i < TOKENS && of.token + i < of.end; i++) {
             const float y = rows[i * 132 + threadIdx.x];
-            if (a.splits == 1) put<INT>(a, part.token + i, first + row, y);
-            else ((float*)a.partial)[((size_t)blockIdx.z * a.m + part.token + i) * a.columns + first + row] = y;
+            if (a.splits == 1) put<INT>(a, of.token + i, first + row, y);
+            else ((float*)a.partial)[((size_t)blockIdx.z * a.m + of.token + i) * a.columns + first + row] = y;
         }
     }
 };

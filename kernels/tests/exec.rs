@@ -13,7 +13,7 @@ use quern_kernels::{
     sample::{History, SampleError, SamplingParams, sample},
 };
 use quern_models::{FloatType, ModelFile, Scheme, ZeroKind, spec::Attn};
-use support::{deviation, everything, int, made, model, plain, run, tokens, trees};
+use support::{deviation, everything, int, made, mixtures, model, plain, run, tokens, trees};
 
 fn executor(file: &Arc<ModelFile>, mode: Mode, kv: KvType, threads: usize) -> CpuExecutor {
     CpuExecutor::new(file.clone(), CpuOptions { threads, blocks: 64, mode, kv }).unwrap()
@@ -63,6 +63,24 @@ fn every_mechanism_equals_the_oracle() {
     }
 }
 
+/// What is near is not asked of default mode here: an expert that is barely picked may not be.
+#[test]
+fn mixtures_of_experts_equal_the_oracle() {
+    let tokens = tokens(53);
+    let f32s = Scheme::Float(FloatType::F32);
+    for (name, linear) in
+        [("mix-f32", f32s), ("mix-int4", int(4, 32, ZeroKind::Code)), ("mix-int8", int(8, 64, ZeroKind::Mid))]
+    {
+        let file = made(name, linear, f32s, mixtures());
+        let want = reference::forward::logits(&file, &tokens);
+        for (threads, sizes) in [(1, &[53][..]), (2, &[1]), (2, &[17, 1])] {
+            let exact = run(&mut executor(&file, Mode::F32, KvType::F32, threads), &tokens, sizes, 0);
+            let d = deviation(&exact, &want);
+            assert!(d < 4e-6, "{name}: exact mode is {d:.1e} of the range away");
+        }
+    }
+}
+
 #[test]
 fn a_position_beyond_the_table_is_refused() {
     let mut spec = everything();
@@ -87,6 +105,8 @@ fn logits_do_not_depend_on_the_company() {
         ("invf", Scheme::Float(FloatType::F16), plain(true)),
         ("inv4-all", int(4, 32, ZeroKind::Code), everything()),
         ("invf-all", Scheme::Float(FloatType::BF16), everything()),
+        ("inv4-mix", int(4, 32, ZeroKind::Mid), mixtures()),
+        ("invf-mix", Scheme::Float(FloatType::F16), mixtures()),
     ] {
         let file = made(name, scheme, int(8, 32, ZeroKind::Mid), spec);
         let small = [(Mode::Int8, KvType::Int8), (Mode::Int8, KvType::Fp8)];
@@ -231,6 +251,22 @@ fn a_cache_that_cannot_be_had_is_refused() {
     let file = model("memory", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), true);
     let options = CpuOptions { threads: 1, blocks: 1 << 36, mode: Mode::Int8, kv: KvType::F32 };
     assert!(matches!(CpuExecutor::new(file, options), Err(ExecError::Memory { .. })));
+}
+
+/// What ARCHITECTURE.md says about a decoding step: six regions a layer with a mixture, whose router has one.
+#[test]
+fn a_mixture_has_six_regions() {
+    let file = made("regions-mix", int(4, 32, ZeroKind::Mid), int(8, 32, ZeroKind::Mid), mixtures());
+    let mut executor = executor(&file, Mode::Int8, KvType::F16, 2);
+    let tokens = tokens(9);
+    for start in 0..3 {
+        let before = executor.regions();
+        let chunk =
+            Chunk { tokens: &tokens[start..=start], start, blocks: &[0], mask: Mask::Causal, output: Output::None };
+        let ticket = executor.submit(&Plan { chunks: vec![chunk] }).unwrap();
+        executor.collect(ticket).unwrap();
+        assert_eq!(executor.regions() - before, 3 * 6 + 5);
+    }
 }
 
 /// What ARCHITECTURE.md says about a decoding step: five regions a layer and one for the head.

@@ -680,13 +680,13 @@ impl Mixing {
         let Experts { router, up, act, down, shape, normalized } = experts;
         let out = Output::Store { to: self.logits.ptr(), stride: shape.experts, bias: None };
         linear.run(&[router], &bufs.hidden, m, out)?;
-        let exact = up.exact() || down.exact();
+        let exact = up.iter().chain([down]).any(|w| w.form == Form::F32);
         let tiles = self.route.run(self.logits.ptr(), *shape, *normalized, exact, &self.routes, m)?;
         let (room, rows) = (shape.room(m), Some(self.routes.rows.ptr()));
         norm(ops, input, bufs.x.ptr(), rows, &self.hidden, hidden, room)?;
-        linear.run_experts(up, &self.hidden, &tiles, self.up.ptr(), 2 * inner)?;
+        linear.run_experts(&up.each_ref(), &self.hidden, &tiles, self.up.ptr(), 2 * inner)?;
         ops.act(self.up.ptr(), *act, true, inner, &self.inner, room)?;
-        linear.run_experts(down, &self.inner, &tiles, self.out.ptr(), hidden)?;
+        linear.run_experts(&[down], &self.inner, &tiles, self.out.ptr(), hidden)?;
         self.route.sum(self.out.ptr(), &self.routes, shape.top, hidden, bufs.x.ptr(), m)
     }
 }

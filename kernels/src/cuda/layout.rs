@@ -109,6 +109,8 @@ device_struct! {
         zeros: DevicePtr,
         /// Upper level of nested scales and minima.
         supers: DevicePtr,
+        /// Bytes from one expert's to the next's, of a mixture whose first this is.
+        step: u64,
         /// Rows: outputs.
         n: u32,
         /// Columns: inputs.
@@ -153,8 +155,6 @@ device_struct! {
         partial: DevicePtr,
         /// Of a mixture: tiles of tokens, `[..][4]`: expert, first token, end of its tokens (none: nothing to do).
         tiles: DevicePtr,
-        /// Of a mixture: the weights of each expert, `WeightRef [experts][count]`; those above say where panels begin.
-        experts: DevicePtr,
         /// First panel of each weight in the launch's.
         first: u32[3],
         /// First output column of each weight.

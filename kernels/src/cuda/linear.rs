@@ -188,33 +188,31 @@ impl Linear {
         Ok(())
     }
 
-    /// Computes the rows of `acts` that tiles name, each through the weights of its tile's expert: `to[row][column]`, f32
-    /// `[acts.rows][stride]`. Rows of no tile stay as they are.
+    /// Computes the rows of `acts` that tiles name, each through those weights of its tile's expert
+    /// ([`Weight::upload_experts`]) that share their input: `to[row][column]`, f32 `[acts.rows][stride]`. Rows of no tile
+    /// stay as they are.
     ///
     /// # Panics
     /// If shapes contradict each other, or tiles are larger than weights that read f32 take.
     pub fn run_experts(
         &self,
-        experts: &Mixture,
+        weights: &[&Weight],
         acts: &Acts,
         tiles: &Tiles,
         to: DevicePtr,
         stride: usize,
     ) -> Result<(), CudaError> {
-        for part in &experts.parts {
-            let weights: Vec<&Weight> = part.weights[..part.count].iter().collect();
-            let panels = weights.iter().map(|w| w.panels()).sum();
-            let columns = weights.iter().map(|w| w.n).sum();
+        assert!((1..=3).contains(&weights.len()), "{} weights", weights.len());
+        for launch in self.launches(weights) {
             // Experts are blocks enough: a panel's columns are not cut.
-            let launch = Launch { weights: &weights, column: part.column, columns, panels, splits: 1 };
+            let launch = Launch { splits: 1, ..launch };
             let out = Output::Store { to, stride, bias: None };
-            let args =
-                LinearArgs { tiles: tiles.at, experts: part.table.ptr(), ..self.args(&launch, acts, acts.rows, out) };
-            if weights[0].form == Form::F32 {
+            let args = LinearArgs { tiles: tiles.at, ..self.args(&launch, acts, acts.rows, out) };
+            if launch.weights[0].form == Form::F32 {
                 assert_eq!(tiles.tokens, layout::EXACT_TOKENS as usize, "tokens of a tile for weights that read f32");
                 self.exact(&launch, args, tiles.most)?;
             } else {
-                self.tensor_of(&launch, args, tiles.tokens, tiles.most, &mut part.weights.iter())?;
+                self.tensor(&launch, args, tiles.tokens, tiles.most)?;
             }
         }
         Ok(())
@@ -284,7 +282,6 @@ impl Linear {
             bias: bias.unwrap_or(DevicePtr::NULL),
             partial: self.partial.ptr(),
             tiles: DevicePtr::NULL,
-            experts: DevicePtr::NULL,
             first: [0; 3],
             column: [0; 3],
             count: launch.weights.len() as u32,
@@ -319,23 +316,11 @@ impl Linear {
 
     /// Tensor cores: for few tokens the warps of a block share the columns of a panel, for many its rows and tokens.
     /// `tokens` of a block ([`tile`]), and so many blocks of them.
-    fn tensor(&self, launch: &Launch, args: LinearArgs, tokens: usize, tiles: usize) -> Result<(), CudaError> {
-        self.tensor_of(launch, args, tokens, tiles, &mut launch.weights.iter().copied())
-    }
-
-    /// The same where blocks may have any of `all` weights in place of those of the launch.
-    fn tensor_of(
-        &self,
-        launch: &Launch,
-        mut args: LinearArgs,
-        tokens: usize,
-        tiles: usize,
-        all: &mut dyn Iterator<Item = &Weight>,
-    ) -> Result<(), CudaError> {
+    fn tensor(&self, launch: &Launch, mut args: LinearArgs, tokens: usize, tiles: usize) -> Result<(), CudaError> {
         let (m, slices) = (args.m as usize, SLICES as usize);
         let (form, code, long) = kernel_of(launch.weights[0]);
         let bits = usize::from(code == layout::CODE_INT8);
-        let weights = all.map(|w| &w.device);
+        let weights = launch.weights.iter().map(|w| &w.device);
         let (kernel, grid, threads, shared) = match NARROW.iter().position(|&t| t == tokens) {
             Some(which) => {
                 args.stage(form, tokens, 1, weights, !long);
@@ -394,22 +379,6 @@ pub(super) fn tile(m: usize) -> usize {
     NARROW.into_iter().find(|&t| m <= t).unwrap_or(layout::WIDE_TOKENS as usize)
 }
 
-/// Weights of all experts of a layer that share their input: gates and ups, or downs.
-pub struct Mixture {
-    /// One, or where gates and ups need different kernels, one for each.
-    parts: Vec<MixturePart>,
-}
-
-/// Weights of a mixture that one launch takes.
-struct MixturePart {
-    /// `[experts][count]`.
-    weights: Vec<Weight>,
-    count: usize,
-    /// Outputs of an expert before them.
-    column: usize,
-    table: Buffer<WeightRef>,
-}
-
 /// Which rows have which expert, on the device.
 #[derive(Debug, Clone, Copy)]
 pub struct Tiles {
@@ -419,57 +388,6 @@ pub struct Tiles {
     pub most: usize,
     /// Rows of a tile, at most: 8, 32 or 64; 8 where a weight reads f32.
     pub tokens: usize,
-}
-
-impl Mixture {
-    /// Of `weights`, for each expert those that lie side by side in the output. All of a place must be of one shape, and
-    /// stored alike as far as kernels tell them apart.
-    pub fn new(device: &Arc<Device>, weights: [Vec<Weight>; 2]) -> Result<Mixture, CudaError> {
-        let mut parts: Vec<MixturePart> = vec![];
-        let mut column = 0;
-        for side in weights.into_iter().filter(|side| !side.is_empty()) {
-            let first = &side[0];
-            let alike =
-                |w: &Weight| kernel_of(w) == kernel_of(first) && (w.n, w.k, w.k_pad) == (first.n, first.k, first.k_pad);
-            if let Some(other) = side.iter().find(|w| !alike(w)) {
-                return Err(CudaError::Model {
-                    what: "experts of a layer",
-                    expected: format!("all stored as the first, {}", first.scheme),
-                    got: other.scheme.to_string(),
-                });
-            }
-            let n = first.n;
-            match parts.last_mut().filter(|part| kernel_of(&part.weights[0]) == kernel_of(first)) {
-                Some(part) => {
-                    let before = std::mem::take(&mut part.weights);
-                    part.weights = before.into_iter().zip(side).flat_map(|(a, b)| [a, b]).collect();
-                    part.count = 2;
-                }
-                None => parts.push(MixturePart {
-                    weights: side,
-                    count: 1,
-                    column,
-                    table: Buffer::new(device, "experts", 0)?,
-                }),
-            }
-            column += n;
-        }
-        for part in &mut parts {
-            let refs: Vec<WeightRef> = part.weights.iter().map(|w| w.device).collect();
-            part.table = Buffer::of(device, "experts", &refs)?;
-        }
-        Ok(Mixture { parts })
-    }
-
-    /// All of its weights.
-    pub fn weights(&self) -> impl Iterator<Item = &Weight> {
-        self.parts.iter().flat_map(|part| &part.weights)
-    }
-
-    /// Whether any reads f32 in place of what tensor cores take.
-    pub fn exact(&self) -> bool {
-        self.parts.iter().any(|part| part.weights[0].form == Form::F32)
-    }
 }
 
 /// Weights of one launch.

@@ -35,7 +35,7 @@ pub use device::{Device, DeviceInfo, Graph, devices};
 pub use error::CudaError;
 pub use exec::{CudaExecutor, CudaHead, CudaOptions, CudaPlan, HEAD_ROWS, MOST_ROWS};
 pub use kv::KvPool;
-pub use linear::{Linear, Mixture, Output, Tiles};
+pub use linear::{Linear, Output, Tiles};
 pub use module::{Args, Kernel, Ptx};
 pub use upload::Upload;
 pub use weight::Weight;

@@ -12,7 +12,6 @@ use quern_models::{
 use super::{
     Buffer, CudaError, Device, DevicePtr, Upload,
     acts::Form,
-    linear::Mixture,
     ops::{self, NormKind},
     route,
     weight::Weight,
@@ -106,10 +105,10 @@ pub(super) struct Block {
 /// A mixture.
 pub(super) struct Experts {
     pub router: Weight,
-    /// Gates and ups side by side.
-    pub up: Mixture,
+    /// Gates and ups.
+    pub up: [Weight; 2],
     pub act: Act,
-    pub down: Mixture,
+    pub down: Weight,
     pub shape: route::Shape,
     pub normalized: bool,
 }
@@ -287,8 +286,8 @@ impl Model {
                 (forms.and(Forms::of(w.scheme, Mode::Int8)), width.max(w.k_pad))
             })
         };
-        let inputs = of(&mut all.iter().flat_map(|e| e.up.weights()));
-        let inner = of(&mut all.iter().flat_map(|e| e.down.weights()));
+        let inputs = of(&mut all.iter().flat_map(|e| &e.up));
+        let inner = of(&mut all.iter().map(|e| &e.down));
         (!all.is_empty()).then_some([inputs, inner])
     }
 }
@@ -392,9 +391,9 @@ impl Load<'_> {
                 Mlp::Plain { act, bias, .. } => MlpWeights::One(self.block(i, &["up"], act, bias)?),
                 Mlp::Experts { experts, top, act, normalized, .. } => MlpWeights::Experts(Experts {
                     router: self.matrix(&name("router"))?,
-                    up: self.mixture(i, experts, &["gate", "up"])?,
+                    up: [self.experts(i, experts, "gate")?, self.experts(i, experts, "up")?],
                     act,
-                    down: self.mixture(i, experts, &["down"])?,
+                    down: self.experts(i, experts, "down")?,
                     shape: route::Shape { experts, top },
                     normalized,
                 }),
@@ -413,24 +412,18 @@ impl Load<'_> {
         })
     }
 
-    /// Weights of all experts of layer `i` by their names, which lie side by side in an expert's outputs.
-    fn mixture(&mut self, i: usize, experts: usize, names: &[&str]) -> Result<Mixture, CudaError> {
-        let mut sides = [vec![], vec![]];
-        for (side, name) in sides.iter_mut().zip(names) {
-            *side =
-                self.matrices(&(0..experts).map(|e| format!("layers.{i}.experts.{e}.{name}")).collect::<Vec<_>>())?;
-        }
-        Mixture::new(&self.device(), sides)
-    }
-
-    /// Matrices in one piece of memory.
-    fn matrices(&mut self, names: &[String]) -> Result<Vec<Weight>, CudaError> {
-        let indices: Vec<usize> = names.iter().map(|name| self.index(name)).collect();
+    /// Weights of all experts of layer `i`.
+    fn experts(&mut self, i: usize, experts: usize, name: &str) -> Result<Weight, CudaError> {
+        let all: Vec<usize> = (0..experts).map(|e| self.index(&format!("layers.{i}.experts.{e}.{name}"))).collect();
         if self.up.device().info().integrated
-            && let Ok(once) = indices.iter().map(|&i| self.file.view_once(i)).collect::<Result<Vec<_>, _>>()
+            && let Ok(once) = all.iter().map(|&i| self.file.view_once(i)).collect::<Result<Vec<_>, _>>()
         {
-            return Weight::upload_all(self.up, &once.iter().map(|once| once.view()).collect::<Vec<_>>(), self.form);
+            return Weight::upload_experts(
+                self.up,
+                &once.iter().map(|once| once.view()).collect::<Vec<_>>(),
+                self.form,
+            );
         }
-        Weight::upload_all(self.up, &indices.iter().map(|&i| self.file.view(i)).collect::<Vec<_>>(), self.form)
+        Weight::upload_experts(self.up, &all.iter().map(|&i| self.file.view(i)).collect::<Vec<_>>(), self.form)
     }
 }

@@ -34,7 +34,7 @@ pub struct Weight {
     /// Form of the activations that it is multiplied with: in the int8 form f32 for what is no integer.
     pub form: Form,
     pub(super) device: WeightRef,
-    _memory: Arc<Buffer<u8>>,
+    _memory: Buffer<u8>,
 }
 
 /// Most columns whose products are added before a scale comes in.
@@ -43,7 +43,7 @@ const FOLD: usize = 128;
 /// Bytes of rows that are converted at a time.
 const CHUNK: usize = 16 << 20;
 
-/// Where weights that share memory begin, as allocations do.
+/// Experts begin at multiples of so many bytes, as allocations do.
 const TOGETHER: usize = 256;
 
 impl Weight {
@@ -73,24 +73,35 @@ impl Weight {
         let mut memory = Buffer::new(&upload.device().clone(), "weights", Weight::bytes(view, form))?;
         let (device, k_pad) = Weight::upload_into(upload, view, form, &mut memory, 0)?;
         let form = Weight::reads(view.scheme, form);
-        Ok(Weight { n: view.n, k: view.k, k_pad, scheme: view.scheme, form, device, _memory: Arc::new(memory) })
+        Ok(Weight { n: view.n, k: view.k, k_pad, scheme: view.scheme, form, device, _memory: memory })
     }
 
-    /// The same of several, in one piece of memory.
-    pub fn upload_all(upload: &mut Upload, views: &[TensorView], form: Form) -> Result<Vec<Weight>, CudaError> {
-        let sizes = views.iter().map(|view| Weight::bytes(view, form).next_multiple_of(TOGETHER));
-        let mut memory = Buffer::new(&upload.device().clone(), "weights", sizes.clone().sum())?;
-        let (mut at, mut refs) = (0, vec![]);
-        for (view, size) in views.iter().zip(sizes) {
-            refs.push(Weight::upload_into(upload, view, form, &mut memory, at)?);
-            at += size;
+    /// The same of all experts' in one piece of memory, in equal steps: they must be alike. The result is the first, whose
+    /// memory the others share.
+    pub fn upload_experts(upload: &mut Upload, views: &[TensorView], form: Form) -> Result<Weight, CudaError> {
+        let first = &views[0];
+        let alike = |view: &TensorView| (view.scheme, view.n, view.k) == (first.scheme, first.n, first.k);
+        if let Some(other) = views.iter().find(|view| !alike(view)) {
+            return Err(CudaError::Model {
+                what: "experts of a layer",
+                expected: format!("all stored as the first, {}", first.scheme),
+                got: other.scheme.to_string(),
+            });
         }
-        let memory = Arc::new(memory);
-        let weight = |(view, (device, k_pad)): (&TensorView, (WeightRef, usize))| {
-            let form = Weight::reads(view.scheme, form);
-            Weight { n: view.n, k: view.k, k_pad, scheme: view.scheme, form, device, _memory: memory.clone() }
-        };
-        Ok(views.iter().zip(refs).map(weight).collect())
+        let step = Weight::step(first, form);
+        let mut memory = Buffer::new(&upload.device().clone(), "weights", step.saturating_mul(views.len()))?;
+        let (mut device, k_pad) = Weight::upload_into(upload, first, form, &mut memory, 0)?;
+        for (e, view) in views.iter().enumerate().skip(1) {
+            Weight::upload_into(upload, view, form, &mut memory, e * step)?;
+        }
+        device.step = step as u64;
+        let form = Weight::reads(first.scheme, form);
+        Ok(Weight { n: first.n, k: first.k, k_pad, scheme: first.scheme, form, device, _memory: memory })
+    }
+
+    /// Bytes from one expert to the next.
+    fn step(view: &TensorView, form: Form) -> usize {
+        Weight::bytes(view, form).next_multiple_of(TOGETHER)
     }
 
     /// Copies it to a part of `memory`; what kernels know of it there, and columns with their padding.
@@ -137,6 +148,7 @@ impl Weight {
             scales: at(p.scales),
             zeros: at(p.zeros),
             supers: at(p.supers),
+            step: 0,
             n: view.n as u32,
             k: view.k as u32,
             k_pad: k_pad as u32,

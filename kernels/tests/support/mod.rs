@@ -110,6 +110,20 @@ pub fn everything() -> ModelSpec {
     spec
 }
 
+/// Mixtures of experts around a layer that is none: more experts than a text has rows for and few, all of them, weights
+/// of a softmax over all and over those picked.
+pub fn mixtures() -> ModelSpec {
+    let mut spec = plain(true);
+    let mixture = |experts, top, inner, act, normalized| Mlp::Experts { experts, top, inner, act, normalized };
+    let mut layers = vec![spec.layers[0].clone(); 4];
+    layers[0].mlp = mixture(70, 3, 40, Act::Silu, true);
+    layers[2].mlp = mixture(5, 2, 136, Act::GeluTanh, false);
+    layers[2].mlp_norm = Norm::Layer { eps: 1e-3 };
+    layers[3].mlp = mixture(4, 4, 72, Act::Silu, true);
+    spec.layers = layers;
+    spec
+}
+
 /// Heads of [`plain`]`(true)`: each kind, with whatever each can have.
 pub fn heads() -> Vec<(&'static str, ModelSpec)> {
     let base = plain(false);
