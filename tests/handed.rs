@@ -197,7 +197,10 @@ fn ours(module: &str) -> String {
     let mut parts = module.split('.').skip_while(|p| *p != "layers").skip(1);
     let layer = parts.next().unwrap_or_else(|| panic!("{module}"));
     let last = module.rsplit('.').next().unwrap_or_default().trim_end_matches("_proj");
-    format!("layers.{layer}.{last}")
+    match module.split_once(".experts.").and_then(|(_, rest)| rest.split('.').next()) {
+        Some(expert) => format!("layers.{layer}.experts.{expert}.{last}"),
+        None => format!("layers.{layer}.{last}"),
+    }
 }
 
 /// Which source column each column of the file is: those of a group together, in order.

@@ -50,6 +50,16 @@ fn asymmetric_integers_with_int8_keys_and_values() {
 }
 
 #[test]
+fn experts_in_default_mode() {
+    lossless("models/qwen3_moe-gptq-w4-g32-sym", Run::Default, 24);
+}
+
+#[test]
+fn experts_in_exact_mode() {
+    lossless("models/mixtral", Run::Exact, 24);
+}
+
+#[test]
 fn bf16_weights_in_exact_mode() {
     lossless("models/llama", Run::Exact, 24);
 }

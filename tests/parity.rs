@@ -99,6 +99,11 @@ fn gptq_v2() {
 }
 
 #[test]
+fn gptq_experts() {
+    parity("models/qwen3_moe-gptq-w4-g32-sym", "gptq");
+}
+
+#[test]
 fn gptq_two_real_layers() {
     parity("models/smollm2-gptq-2layer", "gptq");
 }
@@ -180,12 +185,12 @@ fn all_gptq_and_awq_checkpoints() {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         let Some((family, rest)) = name.split_once('-') else { continue };
         let method = ["gptq", "awq"].into_iter().find(|m| rest.starts_with(m));
-        if let (Some(method), "llama" | "qwen2") = (method, family) {
+        if let (Some(method), "llama" | "qwen2" | "qwen3_moe") = (method, family) {
             parity_of(&name, &path, method);
             count += 1;
         }
     }
-    assert!(count >= 18, "{count} checkpoints");
+    assert!(count >= 20, "{count} checkpoints");
 }
 
 #[test]
@@ -284,6 +289,15 @@ fn parity_of(name: &str, dir: &Path, method: &str) {
     compare(name, &file, &golden);
 }
 
+/// Whether logits of a mode that rounds are near enough. Where experts are picked, rounding may pick another one at some
+/// position, and tokens behind it see that: three quarters of the positions must be near.
+pub fn rounding_fits(file: &ModelFile, got: &[f32], want: &[f32], bound: f32) -> bool {
+    let vocab = file.spec().vocab;
+    let far = got.chunks(vocab).zip(want.chunks(vocab)).filter(|(got, want)| distance(got, want) > bound).count();
+    let routed = file.spec().layers.iter().any(|l| l.mlp.routed());
+    far == 0 || routed && far * 4 <= got.len() / vocab
+}
+
 /// Logits of exact and default mode, at once and one by one, and greedy tokens.
 pub fn compare(name: &str, file: &Arc<ModelFile>, golden: &Golden) {
     let (prompt, logits) = (golden.ids("input_ids"), golden.weights_only());
@@ -293,7 +307,8 @@ pub fn compare(name: &str, file: &Arc<ModelFile>, golden: &Golden) {
     // The slow oracle on the first tokens: it costs a fraction of a second for each.
     let first = &prompt[..prompt.len().min(24)];
     let oracle = distance(&reference::forward::logits(file, first), &logits.data[..first.len() * logits.cols]);
-    let quick = distance(&model::logits(file, Run::Default, prompt), &logits.data);
+    let rounded = model::logits(file, Run::Default, prompt);
+    let quick = distance(&rounded, &logits.data);
 
     // The cache and one token at a time: along the golden's own continuation, or along the prompt's second half where
     // the continuation is that of rounded activations.
@@ -333,6 +348,6 @@ pub fn compare(name: &str, file: &Arc<ModelFile>, golden: &Golden) {
     );
     println!("{measured}");
     assert!(exact <= bound && decode <= bound && oracle <= bound, "{measured}");
-    assert!(quick <= DEFAULT_SHARE * range, "{measured}");
+    assert!(rounding_fits(file, &rounded, &logits.data, DEFAULT_SHARE * range), "{measured}");
     assert!(agree >= decided, "{measured}: {greedy:?}, golden {ids:?}");
 }

@@ -21,12 +21,13 @@ use crate::support::{
 
 /// Families, by the folder of their float fixture. GPT-2 stores its layers transposed, so only GPTQ,
 /// whose codes are not, has them quantized.
-const FAMILIES: [(&str, &str, bool); 7] = [
+const FAMILIES: [(&str, &str, bool); 8] = [
     ("llama", "llama", false),
     ("mistral", "mistral", false),
     ("qwen2", "qwen2", false),
     ("qwen3", "qwen3", false),
     ("smollm3", "smollm3", false),
+    ("mixtral", "mixtral", false),
     ("gpt2", "gpt2", true),
     ("gpt_neo", "gpt_neo", false),
 ];
@@ -147,7 +148,7 @@ fn line(name: &str, cells: &[String]) -> String {
 
 /// Bits per weight of the linear layers of the decoder layers, padding not counted.
 fn bits_per_weight(file: &ModelFile) -> f64 {
-    let linear = |t: &&TensorInfo| t.name.starts_with("layers.") && t.dims.len() == 2;
+    let linear = |t: &&TensorInfo| t.name.starts_with("layers.") && t.dims.len() == 2 && !t.name.ends_with(".router");
     let (mut weights, mut bits) = (0.0, 0.0);
     for t in file.tensors().iter().filter(linear) {
         weights += (t.shape().0 * t.shape().1) as f64;

@@ -60,7 +60,9 @@ pub fn make(fixture: &Path, format: Format, conv1d: bool, packed: &Path, twin: &
         let Dtype::Float(kind) = raw.dtype else { panic!("{name}: {:?}", raw.dtype) };
         let shape: Vec<usize> = raw.shape.iter().map(|&d| d as usize).collect();
         let values: Vec<f32> = (0..raw.bytes.len() / kind.size()).map(|i| kind.read(raw.bytes, i)).collect();
-        let module = name.strip_suffix(".weight").filter(|m| shape.len() == 2 && in_layer(m));
+        // Routers are no linear layers to the tools.
+        let linear = |m: &&str| shape.len() == 2 && in_layer(m) && !m.ends_with(".gate");
+        let module = name.strip_suffix(".weight").filter(linear);
         let Some(module) = module else {
             ours.insert(name.clone(), floats(kind, &shape, &values));
             theirs.insert(name.clone(), floats(kind, &shape, &values));

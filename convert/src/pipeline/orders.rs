@@ -77,6 +77,15 @@ fn inputs(spec: &ModelSpec) -> Vec<Input> {
         all.push(Input { of: names(&["q", "k", "v"]), to: order("attn_order") });
         all.push(Input { of: names(&["o"]), to: order("o_order") });
         all.push(Input { of: names(&["gate", "up"]), to: order("mlp_order") });
+        // Gates and ups of experts have no order in common.
+        let experts = match spec.layers[i].mlp {
+            Mlp::Experts { experts, .. } => experts,
+            _ => 0,
+        };
+        for e in 0..experts {
+            let of = |name: &str| vec![format!("layers.{i}.experts.{e}.{name}")];
+            all.push(Input { of: of("down"), to: To::Rows([of("gate"), of("up")].concat()) });
+        }
     }
     all.push(Input { of: vec!["head".into()], to: To::Order("head_order".into()) });
     all
