@@ -138,9 +138,13 @@ fn sized(bits: f64, stored: f64) -> String {
     if stored <= bits * 1.1 { "exact".into() } else { format!("widened {bits:.1} to {stored:.1} bits") }
 }
 
-/// A row; what its cells say of their size goes into its name, for it is the same everywhere.
+/// A row; what its cells say of their size goes into its name where it is the same everywhere.
 fn line(name: &str, cells: &[String]) -> String {
     let growth = cells.iter().find_map(|c| c.strip_prefix("widened "));
+    if cells.iter().any(|c| c == "exact") {
+        let cell = |c: &String| c.strip_prefix("widened ").map_or(c.clone(), |growth| format!("widened ({growth})"));
+        return format!("| {name} | {} |\n", cells.iter().map(cell).collect::<Vec<_>>().join(" | "));
+    }
     let name = growth.map_or(name.to_string(), |g| format!("{name} ({g})"));
     let short: Vec<&str> = cells.iter().map(|c| c.split(' ').next().unwrap_or_default()).collect();
     format!("| {name} | {} |\n", short.join(" | "))

@@ -125,8 +125,7 @@ fn logits_do_not_depend_on_the_company() {
         ("cu-inv8", int(8, 32, ZeroKind::Code), plain(true), &[half, ints]),
         ("cu-inv4-all", int(4, 32, ZeroKind::Min), everything(), &[half, bytes, whole, ints]),
         ("cu-invf-all", Scheme::Float(FloatType::F16), everything(), &[half]),
-        ("cu-inv4-mix", int(4, 32, ZeroKind::Min), mixtures(), &[half, whole, ints]),
-        ("cu-inv8-mix", int(8, 64, ZeroKind::Mid), mixtures(), &[half]),
+        ("cu-inv4-mix", int(4, 32, ZeroKind::Min), mixtures(), &[half, ints]),
     ] {
         let file = made(name, scheme, int(8, 32, ZeroKind::Mid), spec);
         for &(form, kv) in forms {
