@@ -33,14 +33,18 @@ pub fn plain(tied: bool) -> ModelSpec {
             scale: 0.25,
             rope: Some(Rope { theta: 10000.0, scaling: RopeScaling::Linear { factor: 2.0 } }),
             window: None,
+            cap: None,
+            sinks: false,
             qk_norm: None,
             qkv_bias: false,
             o_bias: false,
             attn_order: false,
             o_order: false,
         },
+        attn_post_norm: None,
         mlp_norm: norm.clone(),
         mlp: Mlp::Gated { inner: 200, act: Act::Silu, bias: false, mlp_order: false },
+        mlp_post_norm: None,
     };
     ModelSpec {
         family: "llama".into(),
@@ -52,6 +56,8 @@ pub fn plain(tied: bool) -> ModelSpec {
         tied_head: tied,
         head_order: false,
         positions: None,
+        embed_scale: None,
+        logit_cap: None,
         draft_head: None,
     }
 }
@@ -77,6 +83,8 @@ pub fn everything() -> ModelSpec {
         scale: 0.25,
         rope: rope.map(|scaling| Rope { theta: 10000.0, scaling }),
         window,
+        cap: None,
+        sinks: false,
         qk_norm,
         qkv_bias: bias,
         o_bias: bias,
@@ -88,8 +96,10 @@ pub fn everything() -> ModelSpec {
     let layer = |attn_norm: &Norm, attn, mlp_norm: &Norm, mlp| Layer {
         attn_norm: attn_norm.clone(),
         attn,
+        attn_post_norm: None,
         mlp_norm: mlp_norm.clone(),
         mlp,
+        mlp_post_norm: None,
     };
     spec.layers = vec![
         layer(
