@@ -164,7 +164,7 @@ fn attention(
     sequences: usize,
     limits: &Limits,
 ) -> Result<(), Box<dyn Error>> {
-    let shape = Shape { heads: 32, kv_heads: 8, head_dim: 128, window: None };
+    let shape = Shape { heads: 32, kv_heads: 8, head_dim: 128, window: None, cap: None, sinks: None };
     let (heads, kv_heads, d) = (shape.heads, shape.kv_heads, shape.head_dim);
     let each = (depth + rows).div_ceil(BLOCK);
     let kv = KvPool::new(device, &[KvLayer { kv_heads, head_dim: d }], each * sequences, kind)?;
