@@ -6,8 +6,8 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(super) use super::lanes::Avx2;
-pub(super) use super::lanes::{Kind, Portable};
 use super::lanes::{self, Lanes, Simd, exp, greatest, sum};
+pub(super) use super::lanes::{Kind, Portable};
 
 /// Runs an unsafe kernel `f::<V>` compiled for the instruction set of `$simd`.
 macro_rules! on {

@@ -316,7 +316,8 @@ impl Load<'_> {
 
     fn layer(&mut self, i: usize, layer: &Layer, angles: &mut Vec<Angles>) -> Result<LayerWeights, CudaError> {
         let name = |name: &str| format!("layers.{i}.{name}");
-        let Attn::Gqa { head_dim, ref rope, ref qk_norm, sinks, qkv_bias, o_bias, attn_order, o_order, .. } = layer.attn;
+        let Attn::Gqa { head_dim, ref rope, ref qk_norm, sinks, qkv_bias, o_bias, attn_order, o_order, .. } =
+            layer.attn;
         let (gated, act, bias, mlp_order) = match layer.mlp {
             Mlp::Gated { act, bias, mlp_order, .. } => (true, act, bias, mlp_order),
             Mlp::Plain { act, bias, mlp_order, .. } => (false, act, bias, mlp_order),

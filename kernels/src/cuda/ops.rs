@@ -190,14 +190,7 @@ impl Ops {
     }
 
     /// `x += norm(y)` of an RMS norm; both f32 `[m][hidden]`.
-    pub fn norm_add(
-        &self,
-        y: DevicePtr,
-        norm: &Norm,
-        hidden: usize,
-        x: DevicePtr,
-        m: usize,
-    ) -> Result<(), CudaError> {
+    pub fn norm_add(&self, y: DevicePtr, norm: &Norm, hidden: usize, x: DevicePtr, m: usize) -> Result<(), CudaError> {
         assert!(norm.kind == NormKind::Rms, "{norm:?}");
         let mut args = Args::new().with(y).with(norm.weight).with(hidden as u32).with(norm.eps).with(x);
         // SAFETY: as in `norm`.

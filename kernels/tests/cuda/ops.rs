@@ -97,7 +97,10 @@ fn norms_are_added_and_caps_are_soft() {
             let added = oracle::rms_norm(&y[row.clone()], &w, 1e-5);
             for ((got, x), add) in got.iter().zip(&capped[row]).zip(added) {
                 let want = *x as f64 + add;
-                assert!((*got as f64 - want).abs() <= bound::RMS * (x.abs() as f64 + add.abs()), "{got}, expected {want}");
+                assert!(
+                    (*got as f64 - want).abs() <= bound::RMS * (x.abs() as f64 + add.abs()),
+                    "{got}, expected {want}"
+                );
             }
         }
     }

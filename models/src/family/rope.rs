@@ -66,7 +66,8 @@ pub(super) fn by_type(config: &Config, thetas: [f32; 2], context: usize) -> Resu
     let mut most = context;
     let mut read = |i: usize| {
         let (key, theta) = (NEW[i].1, thetas[i]);
-        let object = |key: &str, v: &'_ Value| v.as_object().cloned().ok_or_else(|| config.wrong(key, "an object", Some(v)));
+        let object =
+            |key: &str, v: &'_ Value| v.as_object().cloned().ok_or_else(|| config.wrong(key, "an object", Some(v)));
         let mut map = tables[i].map_or(Ok(Map::new()), |v| object(key, v))?;
         if let Some(old) = old.filter(|_| i == 0) {
             map.extend(object("rope_scaling", old)?);

@@ -292,7 +292,8 @@ fn the_text_part_of_a_multimodal_config_is_taken() {
     assert!(read(&config(json!({}))).others.is_empty());
     let error = |config: Value| plan_error(&config);
     assert!(
-        error(json!({"text_config": {"model_type": "gemma3n_text"}})).contains("text_config.model_type \"gemma3n_text\"")
+        error(json!({"text_config": {"model_type": "gemma3n_text"}}))
+            .contains("text_config.model_type \"gemma3n_text\"")
     );
     // Its text model sees the whole prompt from each token.
     let pali = json!({"model_type": "paligemma", "text_config": config(json!({"model_type": "gemma2"}))});

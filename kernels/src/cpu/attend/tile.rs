@@ -451,7 +451,9 @@ impl<E: Element> Storage for E {
                 for (first, len) in s.tiles() {
                     let t = s.tile(first);
                     match len {
-                        _ if g.cap.is_some() || !(full || g.full(first / g.heads, (first + len - 1) / g.heads, start)) => {
+                        _ if g.cap.is_some()
+                            || !(full || g.full(first / g.heads, (first + len - 1) / g.heads, start)) =>
+                        {
                             weigh_seen::<V>(g, s, start, first..first + len);
                         }
                         1 => V::weigh_all::<1>(t),

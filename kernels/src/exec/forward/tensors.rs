@@ -52,7 +52,8 @@ impl LayerTensors {
         let name = |name: &str| format!("layers.{i}.{name}");
         let at = |tensor: &str| index(file, &name(tensor));
         let bias = |there: bool, tensor: &str| if there { vector(file, &name(tensor)) } else { vec![] };
-        let Attn::Gqa { head_dim, ref rope, ref qk_norm, sinks, qkv_bias, o_bias, attn_order, o_order, .. } = layer.attn;
+        let Attn::Gqa { head_dim, ref rope, ref qk_norm, sinks, qkv_bias, o_bias, attn_order, o_order, .. } =
+            layer.attn;
         let (gate, act, mlp_bias, mlp_order) = match layer.mlp {
             Mlp::Gated { act, bias, mlp_order, .. } => (Some(at("gate")), act, bias, mlp_order),
             Mlp::Plain { act, bias, mlp_order, .. } => (None, act, bias, mlp_order),
