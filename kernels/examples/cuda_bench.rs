@@ -164,7 +164,7 @@ fn attention(
     sequences: usize,
     limits: &Limits,
 ) -> Result<(), Box<dyn Error>> {
-    let shape = Shape { heads: 32, kv_heads: 8, head_dim: 128, window: None, cap: None, sinks: None };
+    let shape = Shape { heads: 32, kv_heads: 8, head_dim: 128, window: None };
     let (heads, kv_heads, d) = (shape.heads, shape.kv_heads, shape.head_dim);
     let each = (depth + rows).div_ceil(BLOCK);
     let kv = KvPool::new(device, &[KvLayer { kv_heads, head_dim: d }], each * sequences, kind)?;
@@ -179,7 +179,7 @@ fn attention(
     batch.set(&chunks, m)?;
     let to = Acts::new(device, Form::F16, m, heads * d)?;
     let (ops, attend) = (Ops::new(device)?, Attend::new(device)?);
-    let params = Params { layer: 0, heads, scale: 0.088, window: None };
+    let params = Params { layer: 0, heads, scale: 0.088, window: None, cap: None, sinks: None };
     let ms = time(device, |_| attend.run(&ops, qkv.ptr(), &kv, &params, &batch, None, &to, m))?;
     let keys = sequences as f64 * (depth as f64 + rows as f64 / 2.0);
     let bytes = keys * kv.bytes_of_block() as f64 / BLOCK as f64;
