@@ -220,7 +220,9 @@ fn scratch(spec: &ModelSpec, rows: usize, logits: usize) -> u64 {
     let widest = spec.layers.iter().map(|layer| {
         let Attn::Gqa { heads, kv_heads, head_dim, .. } = layer.attn;
         let (Mlp::Gated { inner, .. } | Mlp::Plain { inner, .. }) = layer.mlp;
-        (2 * heads + 2 * kv_heads) * head_dim + 2 * inner
+        // What a half of a layer gives, where a norm is behind it.
+        let half = layer.attn_post_norm.is_some() || layer.mlp_post_norm.is_some();
+        (2 * heads + 2 * kv_heads) * head_dim + 2 * inner + if half { spec.hidden } else { 0 }
     });
     // What a head's rows begin with: embedding, state, both side by side, and the model's states.
     let begin = spec.draft_head.as_ref().map_or(0, |head| 4 * spec.hidden + head.width());
