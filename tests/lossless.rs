@@ -65,6 +65,16 @@ fn bf16_weights_in_exact_mode() {
 }
 
 #[test]
+fn gemma2_int8_mode() {
+    lossless("models/gemma2", Run::Default, 24);
+}
+
+#[test]
+fn gemma3_small_cache() {
+    lossless("models/gemma3", Run::Small, 24);
+}
+
+#[test]
 fn minima_and_bytes_in_default_mode() {
     lossless("gguf/llama-q4_1/model.gguf", Run::Default, 24);
 }

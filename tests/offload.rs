@@ -23,6 +23,8 @@ fn fixtures_with_any_number_of_layers_on_the_gpu() {
         "models/gpt2",
         "models/gpt_neo",
         "models/qwen3",
+        "models/gemma2",
+        "models/gemma3",
         "models/smollm3",
         "models/llama-gptq-w4-g32-sym-descact",
         "models/llama-ct-mxfp4a16",

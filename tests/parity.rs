@@ -64,6 +64,16 @@ fn smollm3() {
 }
 
 #[test]
+fn gemma2() {
+    parity("models/gemma2", "float");
+}
+
+#[test]
+fn gemma3() {
+    parity("models/gemma3", "float");
+}
+
+#[test]
 fn mimo() {
     parity("heads/mimo", "float");
 }

@@ -21,12 +21,14 @@ use crate::support::{
 
 /// Families, by the folder of their float fixture. GPT-2 stores its layers transposed, so only GPTQ,
 /// whose codes are not, has them quantized.
-const FAMILIES: [(&str, &str, bool); 8] = [
+const FAMILIES: [(&str, &str, bool); 10] = [
     ("llama", "llama", false),
     ("mistral", "mistral", false),
     ("qwen2", "qwen2", false),
     ("qwen3", "qwen3", false),
     ("smollm3", "smollm3", false),
+    ("gemma2", "gemma2", false),
+    ("gemma3", "gemma3", false),
     ("mixtral", "mixtral", false),
     ("gpt2", "gpt2", true),
     ("gpt_neo", "gpt_neo", false),

@@ -258,6 +258,19 @@ pub fn floats(name: &str, source: &Floats, stored: FloatType, view: &TensorView)
     })
 }
 
+/// Compares a vector with one plus each element of its source, added in f64 and rounded once.
+pub fn one_plus(name: &str, source: &Floats, view: &TensorView) -> Result<Verified, ConvertError> {
+    check_scheme(name, view, Scheme::Float(FloatType::F32), 1, source.n * source.k)?;
+    for i in 0..view.k {
+        let (row, col) = (i / source.k, i % source.k);
+        let (expected, got) = (1.0 + source.at(row, col) as f64, view.at(0, i));
+        if (expected as f32).to_bits() != got.to_bits() {
+            return Err(differ(name, format!("element [{i}]"), expected, got));
+        }
+    }
+    Ok(Verified { floats: view.k as u64, ..Verified::default() })
+}
+
 fn each_panel(n: usize, check: impl Fn(Range<usize>) -> Result<(), ConvertError> + Sync) -> Result<(), ConvertError> {
     (0..n.div_ceil(PANEL)).into_par_iter().try_for_each(|p| check(p * PANEL..n.min((p + 1) * PANEL)))
 }

@@ -20,6 +20,7 @@
 // multiple of 8 up to 256, padded with zeros to D = 32, 64, 128 or 256.
 #include "gpu.h"
 #include "acts.h"
+#include "cap.h"
 #include "pool.h"
 
 #define SPLIT 256
@@ -58,8 +59,11 @@ struct Attend {
     const u32* batch;
     float* out;       // f32 [partials][heads][d]: of each (row, slot), sums of weighted values
     float2* states;   // [partials][heads]: largest score (in powers of two), sum of weights
+    const float* sinks;  // f32 [heads], a score of each head that has no value; or null: none
     Pool pool;
     float scale;      // of scores
+    float cap;        // soft cap of scores; 0: none
+    float twice;      // 2 / cap
     u32 kind, heads, kv_heads, d;
     u32 window;       // NONE: none
 };
@@ -370,6 +374,13 @@ DEVICE float score(const Vectors& v, int i, float x, const float* scale) {
     return CODES ? x * *scale * v.scale[i] : x * v.scale[i];
 }
 
+// A score in powers of two under the cap: cap tanh(x / cap) with tanh y = 1 - 2 / (e^2y + 1), to about 2^-21 of the cap.
+DEVICE float capped(const Attend& p, float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(exp2_fast(x * p.twice) + 1.0f));
+    return p.cap * LOG2E * (1.0f - 2.0f * r);
+}
+
 // -inf, whatever was read for the key, where the vector does not see it.
 DEVICE float mask(const Vectors& v, int i, u32 key, float x) {
     return key >= v.first[i] && key <= v.last[i] ? x : -INFINITY;
@@ -455,8 +466,8 @@ DEVICE void put(const Attend& p, Sums<N>& s, Vectors& v, u32 column, bool state)
 // One step of keys `first..` in `stage`, for a warp; `scales`: of int8 keys. `q`: left operands in registers, or, where
 // they do not fit, `queries` in shared memory.
 template <int D, bool CODES>
-DEVICE void wide_step(Vectors& v, Sums<D / 8>& sums, const u32 (&q)[Shape<D>::SPILL ? 1 : D / 16][4], u32 queries,
-                      u32 stage, const float* scales, u32 first) {
+DEVICE void wide_step(const Attend& p, Vectors& v, Sums<D / 8>& sums, const u32 (&q)[Shape<D>::SPILL ? 1 : D / 16][4],
+                      u32 queries, u32 stage, const float* scales, u32 first) {
     using S = Shape<D>;
     u32 t = threadIdx.x % 4;
     float s[S::STEP / 8][4];
@@ -485,6 +496,13 @@ DEVICE void wide_step(Vectors& v, Sums<D / 8>& sums, const u32 (&q)[Shape<D>::SP
     for (int j = 0; j < S::STEP / 8; j++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) s[j][e] = score<CODES>(v, e / 2, s[j][e], scales + 8 * j + e % 2);
+    }
+    if (p.cap > 0.0f) {
+#pragma unroll
+        for (int j = 0; j < S::STEP / 8; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[j][e] = capped(p, s[j][e]);
+        }
     }
     if (hides<S::STEP>(v, first)) {
 #pragma unroll
@@ -598,7 +616,7 @@ DEVICE void wide_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* share
         }
         if (!CODES) copy_commit();
         if (vector < all && first <= seen_last && first + S::STEP > seen_first) {
-            wide_step<D, CODES>(v, sums, q, own_queries, address + stage * 4 * S::PART, scales + stage * S::STEP, first);
+            wide_step<D, CODES>(p, v, sums, q, own_queries, address + stage * 4 * S::PART, scales + stage * S::STEP, first);
         }
         if (CODES && more) {
             u16* to = stages + (stage ^ 1) * 2 * S::PART;
@@ -628,7 +646,7 @@ struct Exchange {
 };
 
 template <int D, bool CODES>
-DEVICE void narrow_step(Vectors& v, Sums<D / 32>& sums, const u32 (&q)[D / 16][4], Exchange<D>& x, u32 stage,
+DEVICE void narrow_step(const Attend& p, Vectors& v, Sums<D / 32>& sums, const u32 (&q)[D / 16][4], Exchange<D>& x, u32 stage,
                         const float* scales, u32 first) {
     using S = Shape<D>;
     constexpr int ROW = Exchange<D>::ROW;
@@ -649,7 +667,9 @@ DEVICE void narrow_step(Vectors& v, Sums<D / 32>& sums, const u32 (&q)[D / 16][4
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            s[e] = mask(v, e / 2, first + column + e % 2, score<CODES>(v, e / 2, s[e], scales + column + e % 2));
+            s[e] = score<CODES>(v, e / 2, s[e], scales + column + e % 2);
+            if (p.cap > 0.0f) s[e] = capped(p, s[e]);
+            s[e] = mask(v, e / 2, first + column + e % 2, s[e]);
         }
         float top = quad_max(fmaxf(s[0], s[1])), bottom = quad_max(fmaxf(s[2], s[3]));
         if (t == 0) {
@@ -747,7 +767,7 @@ DEVICE void narrow_tile(const Attend& p, const Tile& tile, u32 kv_head, u16* sha
         if (CODES && more) load_step_codes<D>(codes, span, ahead);
         if (!CODES && ahead < span.to) load_step_f16<D>(address + next * 4 * S::PART, span, ahead);
         if (!CODES) copy_commit();
-        narrow_step<D, CODES>(v, sums, q, x, address + stage * 4 * S::PART, scales + stage * S::STEP, first);
+        narrow_step<D, CODES>(p, v, sums, q, x, address + stage * 4 * S::PART, scales + stage * S::STEP, first);
         if (CODES && more) store_step_codes<D, KV>(shared + next * 2 * S::PART, scales + next * S::STEP, codes, p.d);
         if ((first + S::STEP) % SPLIT == 0 || !more) put(p, sums, v, warp * (D / 4), warp == 0);
     }
@@ -835,6 +855,12 @@ KERNEL(MERGE_THREADS) merge(Attend p, float* to) {
             if (column < p.d) o[i] = fold(factors, o[i], p.out[at * p.d + column]);
         }
     }
+    if (p.sinks) {
+        float2 factors = fold_factors(state.x, p.sinks[head] * LOG2E);
+        state.y = fold(factors, state.y, 1.0f);
+#pragma unroll
+        for (int i = 0; i < 256 / MERGE_THREADS; i++) o[i] *= factors.x;
+    }
 #pragma unroll
     for (int i = 0; i < 256 / MERGE_THREADS; i++) {
         u32 column = threadIdx.x + i * MERGE_THREADS;
@@ -921,6 +947,7 @@ DEVICE void attend_plain(const Attend& p, float* to) {
                     }
                 }
                 x = ((dot[0] + dot[1]) + (dot[2] + dot[3])) * scale_of<KV>(at, 0, key % BLOCK) * p.scale;
+                if (p.cap > 0.0f) x = soft_cap(x, p.cap);
             }
             weights[t] = x;
             most = fmaxf(most, x);
@@ -952,6 +979,12 @@ DEVICE void attend_plain(const Attend& p, float* to) {
             }
         }
         __syncthreads();
+    }
+    if (p.sinks) {
+        float sink = p.sinks[head], f = finite(fmaxf(m, sink)), old = expf(m - f);
+        l = __fmaf_rn(l, old, expf(sink - f));
+        o[0] *= old;
+        o[1] *= old;
     }
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {

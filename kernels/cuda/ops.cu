@@ -6,6 +6,7 @@
 // the result. Any number of columns; four at a time where it is a multiple of four.
 #include "gpu.h"
 #include "acts.h"
+#include "cap.h"
 #include "norm.h"
 #include "pool.h"
 
@@ -105,6 +106,23 @@ rms_norm_rows(const float* x, const u32* rows, const float* weight, const float*
 KERNEL(THREADS)
 layer_norm_rows(const float* x, const u32* rows, const float* weight, const float* bias, u32 n, float eps, float* to) {
     norm_to_rows<true>(x, rows, weight, bias, n, eps, to);
+}
+
+// x, f32 [m][n], grows by the RMS norm of y, f32 [m][n]. Grid: m blocks.
+KERNEL(THREADS) rms_norm_add(const float* y, const float* weight, u32 n, float eps, float* x) {
+    y += (u64)blockIdx.x * n;
+    x += (u64)blockIdx.x * n;
+    __shared__ float shared[32];
+    Moments m = moments<false>(y, n, eps, shared);
+    for (u32 i = threadIdx.x; i < n; i += THREADS) x[i] = __fadd_rn(x[i], norm_one<false>(m, y[i], weight[i], 0.0f));
+}
+
+// Soft caps, in place: x f32 [m][n]. Grid: (m, n / THREADS).
+KERNEL(THREADS) soft_cap_rows(float* x, u32 n, float cap) {
+    u32 i = blockIdx.y * THREADS + threadIdx.x;
+    if (i >= n) return;
+    x += (u64)blockIdx.x * n + i;
+    *x = soft_cap(*x, cap);
 }
 
 // ---- rows as they are: x f32 [..][n], rows and order as above. Grid: m blocks.

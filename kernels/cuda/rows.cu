@@ -36,12 +36,15 @@ DEVICE void row_quad(float (&v)[4], const WeightRef& w, u32 row, u32 quad) {
     }
 }
 
-// to[i][k] = table[tokens[i]][k] (+ positions[places[i]][k], if there are places). Grid: (rows, quads / 128).
-KERNEL(128) embed(const WeightRef table, const WeightRef positions, const u32* tokens, const u32* places, float* to) {
+// to[i][k] = scale * table[tokens[i]][k] (+ positions[places[i]][k], if there are places). Grid: (rows, quads / 128).
+KERNEL(128)
+embed(const WeightRef table, const WeightRef positions, const u32* tokens, const u32* places, float* to, float scale) {
     const u32 quad = blockIdx.y * 128 + threadIdx.x;
     if (quad * 4 >= table.k) return;
     float v[4];
     row_quad(v, table, tokens[blockIdx.x], quad);
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = __fmul_rn(v[i], scale);
     if (places) {
         float p[4];
         row_quad(p, positions, places[blockIdx.x], quad);

@@ -117,7 +117,7 @@ fn decode(simd: Simd, line: &str, shape: Shape, depth: usize, sequences: usize, 
         for (i, ((kv, table), space)) in caches.iter().zip(&mut spaces).enumerate() {
             times[i].push(time(repeat, || {
                 for layer in 0..layers {
-                    let params = Params { layer, heads, scale: 0.125, window: None };
+                    let params = Params { layer, heads, scale: 0.125, window: None, cap: None, sinks: &[] };
                     let chunks: Vec<Chunk> = table
                         .chunks(depth / BLOCK)
                         .map(|table| Chunk {
@@ -187,7 +187,7 @@ fn prefill(simd: Simd, line: &str, shape: Shape, start: usize, rows: usize, thre
         for (i, ((kv, table), space)) in caches.iter().zip(&mut spaces).enumerate() {
             times[i].push(time(1, || {
                 for layer in 0..layers {
-                    let params = Params { layer, heads, scale: 0.125, window: None };
+                    let params = Params { layer, heads, scale: 0.125, window: None, cap: None, sinks: &[] };
                     let chunk = Chunk { q: &q, stride: heads * d, rows, pos0: start, table, mask: Mask::Causal };
                     // SAFETY: nobody appends.
                     unsafe { attend(simd, &team, space, kv, &params, &[chunk], &mut out) };

@@ -179,7 +179,7 @@ fn attention(
     batch.set(&chunks, m)?;
     let to = Acts::new(device, Form::F16, m, heads * d)?;
     let (ops, attend) = (Ops::new(device)?, Attend::new(device)?);
-    let params = Params { layer: 0, heads, scale: 0.088, window: None };
+    let params = Params { layer: 0, heads, scale: 0.088, window: None, cap: None, sinks: None };
     let ms = time(device, |_| attend.run(&ops, qkv.ptr(), &kv, &params, &batch, None, &to, m))?;
     let keys = sequences as f64 * (depth as f64 + rows as f64 / 2.0);
     let bytes = keys * kv.bytes_of_block() as f64 / BLOCK as f64;

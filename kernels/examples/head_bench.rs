@@ -108,14 +108,18 @@ fn random(vocab: usize, hidden: usize) -> ModelFile {
             scale: 0.125,
             rope: None,
             window: None,
+            cap: None,
+            sinks: false,
             qk_norm: None,
             qkv_bias: false,
             o_bias: false,
             attn_order: false,
             o_order: false,
         },
+        attn_post_norm: None,
         mlp_norm: norm.clone(),
         mlp: Mlp::Gated { inner: 64, act: Act::Silu, bias: false, mlp_order: false },
+        mlp_post_norm: None,
     };
     let spec = ModelSpec {
         family: "llama".into(),
@@ -127,6 +131,8 @@ fn random(vocab: usize, hidden: usize) -> ModelFile {
         tied_head: true,
         head_order: false,
         positions: None,
+        embed_scale: None,
+        logit_cap: None,
         draft_head: None,
     };
     let int4 = Scheme::Int { bits: 4, group: 32, zero: ZeroKind::Mid, scale: FloatType::F16 };

@@ -37,7 +37,7 @@ struct Case {
     table: Vec<u32>,
     /// `[tokens, heads * d]`, one query per token.
     q: Vec<f32>,
-    params: Params,
+    params: Params<'static>,
     tokens: usize,
 }
 
@@ -72,7 +72,7 @@ impl Case {
         let heads = kv_heads * group;
         let q = random.floats(tokens * heads * d);
         // Larger than 1 / sqrt(d), so that the running maximum moves often.
-        let params = Params { layer: 1, heads, scale: 2.0 / (d as f32).sqrt(), window: None };
+        let params = Params { layer: 1, heads, scale: 2.0 / (d as f32).sqrt(), window: None, cap: None, sinks: &[] };
         Case { kv, table, q, params, tokens }
     }
 
@@ -150,10 +150,20 @@ fn lanes_that_were_compiled_can_run_here() {
     assert!(Simd::available().iter().all(|simd| compiled.contains(&simd.name())));
 }
 
+/// Sinks of up to 21 heads: some beyond every score, some below them all.
+const SINKS: [f32; 21] = [
+    0.0, 3.0, -2.0, 12.0, -40.0, 1.5, 60.0, 0.25, -0.5, 5.0, 7.0, -8.0, 2.0, 30.0, -1.0, 4.0, 9.0, -3.0, 0.5, 6.0, 20.0,
+];
+
 /// Every chunk of `CHUNKS` against the oracle, and every row of it against the row alone in portable code.
 fn conform(kind: KvType, kv_heads: usize, group: usize, d: usize, window: Option<usize>) {
+    conform_as(kind, kv_heads, group, d, |params| params.window = window);
+}
+
+/// The same with other parameters.
+fn conform_as(kind: KvType, kv_heads: usize, group: usize, d: usize, change: impl Fn(&mut Params<'static>)) {
     let mut case = Case::new(kind, kv_heads, group, d, 707);
-    case.params.window = window;
+    change(&mut case.params);
     let width = case.width();
     let teams = [Team::new(1), Team::new(3)];
     let mut alone = vec![None; case.tokens];
@@ -220,6 +230,32 @@ fn every_window() {
     }
 }
 
+#[test]
+fn soft_caps_and_sinks() {
+    for (cap, sinks, window) in [
+        (Some(1.5), &SINKS[..0], None),
+        (Some(6.0), &SINKS[..], Some(17)),
+        (Some(50.0), &SINKS[..0], Some(300)),
+        (None, &SINKS[..], None),
+        (None, &SINKS[..], Some(100)),
+    ] {
+        let change = |params: &mut Params<'static>| {
+            let sinks = if sinks.is_empty() { sinks } else { &sinks[..params.heads] };
+            (params.cap, params.sinks, params.window) = (cap, sinks, window);
+        };
+        conform_as(KvType::F16, 2, 3, 40, change);
+        conform_as(KvType::F16, 1, 7, 128, change);
+        conform_as(KvType::F16, 1, 1, 256, change);
+        conform_as(KvType::F32, 2, 1, 32, change);
+        conform_as(KvType::F32, 1, 12, 8, change);
+        conform_as(KvType::Int8, 3, 1, 16, change);
+        conform_as(KvType::Int8, 1, 7, 64, change);
+        conform_as(KvType::Fp8, 2, 3, 40, change);
+        conform_masks_as(KvType::F16, 2, 3, 24, change);
+        conform_masks_as(KvType::Int8, 1, 5, 16, change);
+    }
+}
+
 /// Masks of a random tree; the first rows are often a chain, where guesses are surest.
 fn random_tree(random: &mut Random, rows: usize) -> Vec<u64> {
     let parent = |row: usize, random: &mut Random| match random.bits() % 8 {
@@ -260,9 +296,14 @@ fn straightened(of: &Case, start: usize, mask: u64) -> Case {
 /// Trees and blocks against the oracle; every row of a tree against the last row of its path as a plain chunk, bit for
 /// bit, on every instruction set, whole and in splits, beside other chunks.
 fn conform_masks(kind: KvType, kv_heads: usize, group: usize, d: usize, window: Option<usize>) {
+    conform_masks_as(kind, kv_heads, group, d, |params| params.window = window);
+}
+
+/// The same with other parameters.
+fn conform_masks_as(kind: KvType, kv_heads: usize, group: usize, d: usize, change: impl Fn(&mut Params<'static>)) {
     let mut random = Random(0x2545_f491_4f6c_dd1d ^ (d * 8 + group) as u64);
     let mut case = Case::new(kind, kv_heads, group, d, 640);
-    case.params.window = window;
+    change(&mut case.params);
     let width = case.width();
     let team = Team::new(3);
     for (start, rows) in
@@ -288,7 +329,7 @@ fn conform_masks(kind: KvType, kv_heads: usize, group: usize, d: usize, window: 
             let want = plain.attend(Simd::detect(), &Team::new(1), &[one]);
             let got = &tall[row * width..(row + 1) * width];
             assert!(got.iter().all(|x| x.is_finite()));
-            assert_eq!(bits(got), bits(&want), "{kind:?} group {group} d {d} window {window:?} row {row} at {start}");
+            assert_eq!(bits(got), bits(&want), "{kind:?} group {group} d {d} {:?} row {row} at {start}", case.params);
             if row % 7 == 0 || row + 1 == rows {
                 case.check_oracle(&tree, row, got);
                 case.check_oracle(&full, row, &wide[row * width..(row + 1) * width]);
@@ -438,7 +479,7 @@ fn units_equal_the_whole() {
                     for h in 0..6 {
                         let from = ((r * 6 + h) * all.len() + seen.start - all.start) * partial_len(d);
                         let mut got = vec![0.0; d];
-                        merge(simd, &partials[from..from + seen.len() * partial_len(d)], &mut got);
+                        merge(simd, &partials[from..from + seen.len() * partial_len(d)], None, &mut got);
                         assert_eq!(bits(&got), bits(&want[r * width + h * d..][..d]), "row {r} head {h}");
                     }
                 }

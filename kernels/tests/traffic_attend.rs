@@ -38,7 +38,7 @@ fn keys_and_values_are_read_once_and_banks_do_not_collide() {
             let mut batch = Batch::new(&device, &[shape], rows).unwrap();
             batch.set(&[Chunk { rows, start: tokens - rows, blocks: &blocks, mask: Mask::Causal }], rows).unwrap();
             let to = Acts::new(&device, Form::F16, rows, heads * d).unwrap();
-            let params = Params { layer: 0, heads, scale: 0.1, window: None };
+            let params = Params { layer: 0, heads, scale: 0.1, window: None, cap: None, sinks: None };
             device.synchronize().unwrap();
             gpu.stats();
             attend.run(&ops, qkv.ptr(), &pool, &params, &batch, None, &to, rows).unwrap();

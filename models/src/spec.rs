@@ -5,8 +5,9 @@
 //! the spec is read, never ignored.
 //!
 //! Tensor names: `embed`, `positions`, `norm`, `head` (absent when tied to `embed`), and per layer `i`
-//! `layers.i.attn_norm`, `layers.i.{q,k,v,o}`, `layers.i.{q,k}_norm`, `layers.i.mlp_norm`,
-//! `layers.i.{gate,up,down}`; of experts `layers.i.router` and `layers.i.experts.e.{gate,up,down}`. A bias is `NAME_bias`, the order of columns `layers.i.{attn,o,mlp}_order`
+//! `layers.i.attn_norm`, `layers.i.{q,k,v,o}`, `layers.i.{q,k}_norm`, `layers.i.sinks`,
+//! `layers.i.attn_post_norm`, `layers.i.mlp_norm`, `layers.i.{gate,up,down}`, `layers.i.mlp_post_norm`; of
+//! experts `layers.i.router` and `layers.i.experts.e.{gate,up,down}`. A bias is `NAME_bias`, the order of columns `layers.i.{attn,o,mlp}_order`
 //! and `head_order`. Which of them there are, the spec says ([`ModelSpec::tensors`]).
 
 mod head;
@@ -39,6 +40,12 @@ pub struct ModelSpec {
     /// Rows of a table of learned positions, of which row `p` is added to the embedding of the token at `p`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub positions: Option<usize>,
+    /// Factor on the embedding of a token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub embed_scale: Option<f32>,
+    /// Soft cap of the logits: `cap * tanh(logit / cap)`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub logit_cap: Option<f32>,
     /// It is no model: it guesses a model's tokens. The file says `guesses`.
     #[serde(rename = "guesses", default, skip_serializing_if = "Option::is_none")]
     pub draft_head: Option<Head>,
@@ -48,7 +55,7 @@ fn is_false(b: &bool) -> bool {
     !b
 }
 
-/// One decoder layer: `x += attn(norm(x)); x += mlp(norm(x))`.
+/// One decoder layer: `x += attn(norm(x)); x += mlp(norm(x))`, or `x += post_norm(attn(norm(x)))` and so for the MLP.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Layer {
@@ -56,10 +63,16 @@ pub struct Layer {
     pub attn_norm: Norm,
     /// Attention.
     pub attn: Attn,
+    /// Norm of what attention gives, its projection and bias included; RMS only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attn_post_norm: Option<Norm>,
     /// Norm before the MLP.
     pub mlp_norm: Norm,
     /// MLP.
     pub mlp: Mlp,
+    /// Norm of what the MLP gives; RMS only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mlp_post_norm: Option<Norm>,
 }
 
 /// A normalisation with a weight vector.
@@ -120,6 +133,13 @@ pub enum Attn {
         /// Tokens that a token sees, itself included; all before it if there is none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         window: Option<usize>,
+        /// Soft cap of the scores (`scale * q . k`) before the mask and the softmax: `cap * tanh(score / cap)`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cap: Option<f32>,
+        /// Every query head has a score more, `sinks` `[heads]`, which takes part in the softmax and has no value. Neither
+        /// scaled nor capped.
+        #[serde(default, skip_serializing_if = "is_false")]
+        sinks: bool,
         /// Norm of every head of q and of k before rope, weights `q_norm` and `k_norm` `[head_dim]`; RMS only.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         qk_norm: Option<Norm>,
@@ -327,10 +347,20 @@ impl ModelSpec {
                 return Err(SpecError(format!("{rows} positions, expected at least max_context, {max}")));
             }
         }
+        let positive = |what: &str, v: Option<f32>| match v {
+            Some(v) if !(v > 0.0 && v.is_finite()) => {
+                Err(SpecError(format!("{what} is {v}, expected a finite number above 0")))
+            }
+            _ => Ok(()),
+        };
+        positive("embed_scale", self.embed_scale)?;
+        positive("logit_cap", self.logit_cap)?;
         if self.head_order && self.tied_head {
             return Err(SpecError("head_order and tied_head exclude each other".into()));
         }
         let norms = self.layers.iter().flat_map(|l| [&l.attn_norm, &l.mlp_norm]).chain([&self.norm]);
+        let post = self.layers.iter().flat_map(|l| [&l.attn_post_norm, &l.mlp_post_norm]).flatten();
+        let norms = norms.chain(post);
         let qk = self.layers.iter().filter_map(|l| match &l.attn {
             Attn::Gqa { qk_norm, .. } => qk_norm.as_ref(),
         });
@@ -345,7 +375,7 @@ impl ModelSpec {
             }
         }
         for (i, layer) in self.layers.iter().enumerate() {
-            let Attn::Gqa { heads, kv_heads, head_dim, scale, rope, window, qk_norm, .. } = &layer.attn;
+            let Attn::Gqa { heads, kv_heads, head_dim, scale, rope, window, cap, qk_norm, .. } = &layer.attn;
             size(&format!("layer {i}: heads"), *heads, 4096)?;
             size(&format!("layer {i}: kv_heads"), *kv_heads, 4096)?;
             if heads % kv_heads != 0 || heads / kv_heads > 64 {
@@ -364,6 +394,11 @@ impl ModelSpec {
             if let Some(window) = window {
                 size(&format!("layer {i}: window"), *window, MAX_SIZE)?;
             }
+            positive(&format!("layer {i}: cap"), *cap)?;
+            let post = [&layer.attn_post_norm, &layer.mlp_post_norm];
+            if post.into_iter().flatten().any(|norm| norm.biased() || !norm.weighted()) {
+                return Err(SpecError(format!("layer {i}: a norm of what a half gives must be an RMS norm")));
+            }
             if qk_norm.as_ref().is_some_and(|norm| norm.biased() || !norm.weighted()) {
                 return Err(SpecError(format!("layer {i}: the norm of q and k must be an RMS norm")));
             }
@@ -376,6 +411,9 @@ impl ModelSpec {
                 size(&format!("layer {i}: top"), top, MAX_TOP.min(experts))?;
                 if self.draft_head.is_some() {
                     return Err(SpecError(format!("layer {i}: experts in a head, which this version cannot run")));
+                }
+                if layer.mlp_post_norm.is_some() {
+                    return Err(SpecError(format!("layer {i}: a norm behind experts, which this version cannot run")));
                 }
             }
         }
@@ -409,8 +447,9 @@ impl ModelSpec {
             self.input_of(head, &mut all);
         }
         for (i, layer) in self.layers.iter().enumerate() {
-            let Attn::Gqa { heads, kv_heads, head_dim, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } =
-                layer.attn;
+            let Attn::Gqa {
+                heads, kv_heads, head_dim, ref qk_norm, sinks, qkv_bias, o_bias, attn_order, o_order, ..
+            } = layer.attn;
             let (q, kv) = (heads * head_dim, kv_heads * head_dim);
             let (inner, all, at) = (layer.mlp.inner(), &mut all, format!("layers.{i}."));
             let width = self.attn_width(i);
@@ -422,9 +461,11 @@ impl ModelSpec {
                 vectors(all, &["_bias"], qkv_bias, &format!("{at}{name}"), n);
             }
             vectors(all, &["q_norm", "k_norm"], qk_norm.is_some(), &at, head_dim);
+            vectors(all, &["sinks"], sinks, &at, heads);
             order(all, format!("{at}o_order"), o_order, q);
             need(all, format!("{at}o"), &[hidden, q]);
             vectors(all, &["o_bias"], o_bias, &at, hidden);
+            vectors(all, &["attn_post_norm"], layer.attn_post_norm.is_some(), &at, hidden);
             vectors(all, &["mlp_norm"], layer.mlp_norm.weighted(), &at, hidden);
             vectors(all, &["mlp_norm_bias"], layer.mlp_norm.biased(), &at, hidden);
             let (names, bias, mlp_order) = match layer.mlp {
@@ -447,6 +488,7 @@ impl ModelSpec {
             }
             need(all, format!("{at}down"), &[hidden, inner]);
             vectors(all, &["down_bias"], bias, &at, hidden);
+            vectors(all, &["mlp_post_norm"], layer.mlp_post_norm.is_some(), &at, hidden);
         }
         vectors(&mut all, &["norm"], self.norm.weighted(), "", hidden);
         vectors(&mut all, &["norm_bias"], self.norm.biased(), "", hidden);
@@ -774,7 +816,9 @@ mod tests {
         assert_eq!(spec.tensors().len(), 1 + 9 + 1);
         assert!(spec.tensors().iter().all(|t| !t.order && !t.name.ends_with("_bias")));
         let again = serde_json::to_string(&spec).unwrap();
-        assert!(!again.contains("bias") && !again.contains("window") && !again.contains("positions"), "{again}");
+        for absent in ["bias", "window", "positions", "cap\"", "sinks", "post_norm", "embed_scale"] {
+            assert!(!again.contains(absent), "{absent}: {again}");
+        }
     }
 
     #[test]

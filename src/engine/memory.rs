@@ -224,7 +224,9 @@ fn scratch(spec: &ModelSpec, rows: usize, logits: usize) -> u64 {
             Mlp::Gated { inner, .. } | Mlp::Plain { inner, .. } => 2 * inner,
             Mlp::Experts { experts, top, inner, .. } => top * (2 * spec.hidden + 2 * inner) + spec.hidden + experts,
         };
-        (2 * heads + 2 * kv_heads) * head_dim + mlp
+        // What a half of a layer gives, where a norm is behind it.
+        let half = layer.attn_post_norm.is_some() || layer.mlp_post_norm.is_some();
+        (2 * heads + 2 * kv_heads) * head_dim + mlp + if half { spec.hidden } else { 0 }
     });
     // What a head's rows begin with: embedding, state, both side by side, and the model's states.
     let begin = spec.draft_head.as_ref().map_or(0, |head| 4 * spec.hidden + head.width());

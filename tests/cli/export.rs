@@ -284,6 +284,7 @@ fn what_a_format_cannot_hold_is_refused_by_name() {
     refused("models/llama", &[], &["--to", "gptq"], &["no tensor that --to gptq could pack", "--quant int4"]);
     refused("models/llama3-rope", &[], &["--to", "gguf"], &["llama3", "original context 64", "--to float"]);
     refused("models/mistral", &[], &["--to", "gguf"], &["architecture llama, which has no window", "--to float"]);
+    refused("models/gemma2", &[], &["--to", "float"], &["a gemma2 model", "norms less one"]);
     refused("models/gpt2", &[], &["--to", "gguf"], &["which has rope", "--to float"]);
     let asym = [
         "model.layers.0.self_attn.q_proj is int4 g64 zero",

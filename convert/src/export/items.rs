@@ -108,7 +108,7 @@ pub fn items<'a>(file: &'a ModelFile, family: &FamilyPlan) -> Result<Vec<Item<'a
             RuleKind::Embedding { .. } => (Role::Embedding, "weight"),
             RuleKind::Table { .. } => (Role::Table, "weight"),
             RuleKind::Head { .. } => (Role::Head, "weight"),
-            RuleKind::Vector { .. } => (Role::Vector, "weight"),
+            RuleKind::Vector { .. } | RuleKind::OnePlus { .. } => (Role::Vector, "weight"),
             RuleKind::Bias { .. } => (Role::Vector, "bias"),
             // Of heads, which are not exported.
             RuleKind::Tokens { .. } => continue,

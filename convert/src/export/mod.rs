@@ -17,7 +17,10 @@ mod shards;
 
 use std::{collections::BTreeMap, path::Path, time::Instant};
 
-use quern_models::{FloatType, FormatError, ModelFile, family};
+use quern_models::{
+    FloatType, FormatError, ModelFile,
+    family::{self, RuleKind},
+};
 use serde_json::Value;
 
 pub use gptq::GptqFormat;
@@ -91,6 +94,12 @@ pub fn export(
     let config = source_config(path, &file)?;
     let mut family = family::plan(&config, &())
         .map_err(|source| ConvertError::Family { origin: path.display().to_string(), source })?;
+    if family.rules.iter().any(|r| matches!(r.kind, RuleKind::OnePlus { .. })) {
+        return Err(ConvertError::unsupported(
+            format!("a {} model, whose checkpoints hold the weights of norms less one", family.spec.family),
+            "this version exports no such model; the file itself is what it runs",
+        ));
+    }
     family.set_tied(file.spec().tied_head);
     let items = items::items(&file, &family)?;
     let model = Model { path, file: &file, config, items: &items };

@@ -140,6 +140,13 @@ impl<'a> Floats<'a> {
         Ok(Cow::Owned(out))
     }
 
+    /// One plus each element, in f32. An element that is not finite is an error.
+    pub fn plus_one(&self, name: &str) -> Result<Vec<u8>, ConvertError> {
+        self.finite(name)?;
+        let places = (0..self.n).flat_map(|row| (0..self.k).map(move |col| (row, col)));
+        Ok(places.flat_map(|(row, col)| (1.0 + self.at(row, col)).to_le_bytes()).collect())
+    }
+
     /// The elements rounded to f16. Values beyond its range are an error.
     pub fn rounded(&self, name: &str) -> Result<Vec<u8>, ConvertError> {
         self.finite(name)?;

@@ -48,6 +48,8 @@ pub(crate) enum Data<'a> {
     Tokens(Vec<u32>),
     /// Stored as `stored`: the source's type or f16.
     Float { floats: Floats<'a>, stored: FloatType },
+    /// Stored as f32, one added to each.
+    OnePlus(Floats<'a>),
     /// Quantized by us.
     Rtn { floats: Floats<'a>, shape: IntShape },
 }
@@ -89,7 +91,7 @@ impl<'a> Job<'a> {
         match &self.data {
             Data::Gptq(t) => t.shape().scheme(),
             Data::Codes(t) => t.shape().scheme(),
-            Data::Values(_) | Data::Tokens(_) => Scheme::Float(FloatType::F32),
+            Data::Values(_) | Data::Tokens(_) | Data::OnePlus(_) => Scheme::Float(FloatType::F32),
             Data::Order(_) => Scheme::Order,
             Data::Float { stored, .. } => Scheme::Float(*stored),
             Data::Rtn { shape, .. } => shape.scheme(),
@@ -125,6 +127,7 @@ impl<'a> Job<'a> {
             }
             Data::Float { floats, stored } if *stored == floats.kind => writer.write(&floats.kept(&self.origin)?)?,
             Data::Float { floats, .. } => writer.write(&floats.rounded(&self.origin)?)?,
+            Data::OnePlus(floats) => writer.write(&floats.plus_one(&self.origin)?)?,
             Data::Rtn { floats, shape } => writer.write(&pack(&Rtn::new(&self.origin, floats.clone(), *shape)?))?,
         }
         Ok(())
@@ -139,6 +142,7 @@ impl<'a> Job<'a> {
             Data::Order(order) => verify::order(&self.target, order, view),
             Data::Tokens(ids) => verify::tokens(&self.target, ids, view),
             Data::Float { floats, stored } => verify::floats(&self.target, floats, *stored, view),
+            Data::OnePlus(floats) => verify::one_plus(&self.target, floats, view),
             Data::Rtn { floats, shape } => verify::nearest(&self.target, floats, *shape, view),
         }
     }

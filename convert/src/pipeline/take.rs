@@ -57,7 +57,8 @@ impl Choice {
             RuleKind::Embedding { .. } | RuleKind::Head { .. } => self.head,
             RuleKind::Table { .. } if self.linear == Quant::F16 => Quant::F16,
             RuleKind::Table { .. } | RuleKind::Router { .. } => Quant::Keep,
-            RuleKind::Vector { .. } | RuleKind::Bias { .. } | RuleKind::Tokens { .. } => Quant::Keep,
+            RuleKind::Vector { .. } | RuleKind::OnePlus { .. } => Quant::Keep,
+            RuleKind::Bias { .. } | RuleKind::Tokens { .. } => Quant::Keep,
         }
     }
 }
@@ -130,7 +131,8 @@ impl<'a, 'b> Module<'a, 'b> {
         match self.rule.kind {
             RuleKind::Linear { n, k } | RuleKind::Embedding { n, k } => vec![n, k],
             RuleKind::Head { n, k } | RuleKind::Table { n, k } | RuleKind::Router { n, k } => vec![n, k],
-            RuleKind::Vector { n } | RuleKind::Bias { n } | RuleKind::Tokens { n, .. } => vec![n],
+            RuleKind::Vector { n } | RuleKind::OnePlus { n } => vec![n],
+            RuleKind::Bias { n } | RuleKind::Tokens { n, .. } => vec![n],
         }
     }
 
@@ -251,7 +253,11 @@ impl<'a, 'b> Module<'a, 'b> {
         let (name, quant) = (self.name(part), self.choice.of(self.rule.kind));
         // GGUF files have outputs first, whatever the model.
         let take = Take { transposed: self.rule.take.transposed && !self.checkpoint.gguf, ..self.rule.take };
-        let data = float(Floats::new(&name, raw, &self.wanted(), take)?, quant, self.choice.group);
+        let floats = Floats::new(&name, raw, &self.wanted(), take)?;
+        let data = match self.rule.kind {
+            RuleKind::OnePlus { .. } if !self.checkpoint.gguf => Data::OnePlus(floats),
+            _ => float(floats, quant, self.choice.group),
+        };
         self.uses(&[part]);
         Ok(Some((data, name, None)))
     }

@@ -80,7 +80,7 @@ pub const SPLIT: usize = 256;
 
 /// What is the same for every sequence of one layer.
 #[derive(Debug, Clone, Copy)]
-pub struct Params {
+pub struct Params<'a> {
     /// Layer of the cache.
     pub layer: usize,
     /// Query heads; a multiple of the layer's key/value heads.
@@ -89,6 +89,10 @@ pub struct Params {
     pub scale: f32,
     /// A row sees only the last so many tokens, itself included; at least 1.
     pub window: Option<usize>,
+    /// Soft cap of the scores.
+    pub cap: Option<f32>,
+    /// A score of each query head that has no value, `[heads]`; none if empty.
+    pub sinks: &'a [f32],
 }
 
 /// New tokens of one sequence. Their keys and values are in the cache already.
@@ -209,7 +213,8 @@ pub unsafe fn attend(
             // SAFETY: (row, head) pairs go to one thread each.
             let out = unsafe { rows_out.part(row.out + h * d..row.out + (h + 1) * d) };
             let from = row.partials + h * row.slots * partial_len(d);
-            merge(simd, &partials[from..from + row.splits * partial_len(d)], out);
+            let sink = params.sinks.get(h).copied();
+            merge(simd, &partials[from..from + row.splits * partial_len(d)], sink, out);
         }
     });
 }
@@ -395,8 +400,9 @@ pub const fn partial_len(head_dim: usize) -> usize {
 
 const HEADER: usize = 8;
 
-/// Folds the partials of one row and head, `[splits, partial_len]` in split order, into its output, `[head_dim]`.
-pub fn merge(simd: Simd, partials: &[f32], out: &mut [f32]) {
+/// Folds the partials of one row and head, `[splits, partial_len]` in split order, and the head's sink, if it has one,
+/// into its output, `[head_dim]`.
+pub fn merge(simd: Simd, partials: &[f32], sink: Option<f32>, out: &mut [f32]) {
     assert!(
         !partials.is_empty() && partials.len().is_multiple_of(partial_len(out.len())),
         "{} partial",
@@ -405,13 +411,13 @@ pub fn merge(simd: Simd, partials: &[f32], out: &mut [f32]) {
     // SAFETY: a `Simd` exists only where it can run.
     unsafe {
         match simd.kind() {
-            Kind::Portable => merge_in::<Portable>(partials, out),
+            Kind::Portable => merge_in::<Portable>(partials, sink, out),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2 => merge_in::<Avx2>(partials, out),
+            Kind::Avx2 => merge_in::<Avx2>(partials, sink, out),
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 => merge_in::<Avx512>(partials, out),
+            Kind::Avx512 => merge_in::<Avx512>(partials, sink, out),
             #[cfg(target_arch = "aarch64")]
-            Kind::Neon => merge_in::<Neon>(partials, out),
+            Kind::Neon => merge_in::<Neon>(partials, sink, out),
         }
     }
 }
@@ -419,7 +425,7 @@ pub fn merge(simd: Simd, partials: &[f32], out: &mut [f32]) {
 /// Parses a unit; `None` if it has no rows. Panics if the chunk is shorter than it says.
 fn group<'a>(
     kv: &'a KvMemory,
-    params: &Params,
+    params: &Params<'a>,
     chunk: &Chunk<'a>,
     rows: Range<usize>,
     kv_head: usize,
@@ -451,6 +457,8 @@ fn group<'a>(
         order,
         window: params.window,
         scale: params.scale,
+        cap: params.cap,
+        sinks: if params.sinks.is_empty() { &[] } else { &params.sinks[kv_head * heads..(kv_head + 1) * heads] },
     })
 }
 
@@ -486,7 +494,7 @@ unsafe fn whole<'o, V: Loops, S: Storage>(
             }
             if split + 1 == seen.end {
                 // SAFETY: the caller's promise.
-                unsafe { V::normalize(*l, o) };
+                unsafe { finish::<V>(*m, *l, g.sinks.get(v % g.heads).copied(), o) };
             }
         }
     }
@@ -516,7 +524,7 @@ unsafe fn part<'o, V: Loops, S: Storage>(
 
 /// # Safety
 /// The CPU can run `V`.
-unsafe fn merge_in<V: Loops>(partials: &[f32], out: &mut [f32]) {
+unsafe fn merge_in<V: Loops>(partials: &[f32], sink: Option<f32>, out: &mut [f32]) {
     let mut running = (0.0, 0.0);
     for (i, p) in partials.chunks_exact(partial_len(out.len())).enumerate() {
         if i == 0 {
@@ -528,5 +536,19 @@ unsafe fn merge_in<V: Loops>(partials: &[f32], out: &mut [f32]) {
         }
     }
     // SAFETY: the caller's promise.
-    unsafe { V::normalize(running.1, out) };
+    unsafe { finish::<V>(running.0, running.1, sink, out) };
+}
+
+/// The result of a row and head whose splits are folded: its sink, a score without a value, comes last.
+///
+/// # Safety
+/// The CPU can run `V`.
+unsafe fn finish<V: Loops>(m: f32, mut l: f32, sink: Option<f32>, o: &mut [f32]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if let Some(sink) = sink {
+            V::sink(m, &mut l, o, sink * std::f32::consts::LOG2_E);
+        }
+        V::normalize(l, o);
+    }
 }

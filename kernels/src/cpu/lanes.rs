@@ -162,6 +162,26 @@ pub(crate) fn exp2<V: Lanes>(x: V) -> V {
     }
 }
 
+/// `cap * tanh(x / cap)`, `x / cap` taken as `x * inverse`; NaN for NaN. `tanh y` is an odd polynomial below .625 and
+/// `1 - 2 / (e^2|y| + 1)` from there on.
+#[inline(always)]
+pub(crate) fn soft_cap<V: Lanes>(x: V, cap: f32, inverse: f32) -> V {
+    // SAFETY: `x` exists, so the CPU has the instruction set.
+    unsafe {
+        let (zero, one, two) = (V::splat(0.0), V::splat(1.0), V::splat(2.0));
+        let y = x.mul(V::splat(inverse));
+        let (size, square) = (y.select(zero.sub(y), y), y.mul(y));
+        let near = polynomial(&TANH, square).mul(square).fma(y, y);
+        let far = one.sub(two.div(exp(size.add(size)).add(one)));
+        let far = y.select(zero.sub(far), far);
+        size.sub(V::splat(0.625)).select(near, far).mul(V::splat(cap))
+    }
+}
+
+/// `(tanh y - y) / y^3` in powers of `y^2` for |y| <= .625, highest first: least squares of the relative error of tanh at
+/// 400 Chebyshev nodes, which stays below 1e-8.
+const TANH: [f32; 5] = [-0.005_691_985_6, 0.020_626_292, -0.053_735_32, 0.133_313_82, -0.333_332_8];
+
 /// Adding it rounds to an integer, which then stands in the lowest bits.
 pub(crate) const MAGIC: f32 = 12_582_912.0;
 

@@ -6,8 +6,8 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(super) use super::lanes::Avx2;
+use super::lanes::{self, Lanes, Simd, exp, greatest, sum};
 pub(super) use super::lanes::{Kind, Portable};
-use super::lanes::{Lanes, Simd, exp, greatest, sum};
 
 /// Runs an unsafe kernel `f::<V>` compiled for the instruction set of `$simd`.
 macro_rules! on {
@@ -70,6 +70,16 @@ pub fn rope(simd: Simd, x: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32]
 pub fn add(simd: Simd, x: &mut [f32], y: &[f32]) {
     assert_eq!(x.len(), y.len());
     on!(simd, add_in(x: &mut [f32], y: &[f32]))
+}
+
+/// `x *= factor`.
+pub fn scale(simd: Simd, x: &mut [f32], factor: f32) {
+    on!(simd, scale_in(x: &mut [f32], factor: f32))
+}
+
+/// `x = cap * tanh(x / cap)`, for a positive cap.
+pub fn soft_cap(simd: Simd, x: &mut [f32], cap: f32) {
+    on!(simd, soft_cap_in(x: &mut [f32], cap: f32))
 }
 
 /// In place: `x = e^(x - max)`, then divided by their sum, which is taken like that of [`rms_norm`].
@@ -175,6 +185,34 @@ unsafe fn add_in<V: Lanes>(x: &mut [f32], y: &[f32]) {
     }
     for (x, y) in x_tail.iter_mut().zip(y_tail) {
         *x += y;
+    }
+}
+
+/// # Safety
+/// See [`rms_norm_in`].
+#[inline(always)]
+unsafe fn scale_in<V: Lanes>(x: &mut [f32], factor: f32) {
+    let (x, tail) = x.as_chunks_mut::<8>();
+    for x in x {
+        // SAFETY: the caller's promise.
+        unsafe { V::load(x.as_ptr()).mul(V::splat(factor)).store(x.as_mut_ptr()) };
+    }
+    tail.iter_mut().for_each(|x| *x *= factor);
+}
+
+/// # Safety
+/// See [`rms_norm_in`].
+#[inline(always)]
+unsafe fn soft_cap_in<V: Lanes>(x: &mut [f32], cap: f32) {
+    let inverse = 1.0 / cap;
+    let (x, tail) = x.as_chunks_mut::<8>();
+    // SAFETY: the caller's promise; so for all.
+    unsafe {
+        for x in x {
+            lanes::soft_cap(V::load(x.as_ptr()), cap, inverse).store(x.as_mut_ptr());
+        }
+        let last = lanes::soft_cap(V::load(pad(tail).as_ptr()), cap, inverse).to_array();
+        tail.copy_from_slice(&last[..tail.len()]);
     }
 }
 

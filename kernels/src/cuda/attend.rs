@@ -44,6 +44,10 @@ pub struct Params {
     pub scale: f32,
     /// A row sees only the last so many tokens, itself included; at least 1.
     pub window: Option<usize>,
+    /// Soft cap of the scores.
+    pub cap: Option<f32>,
+    /// f32 `[heads]`, a score of each query head that has no value, if there are any.
+    pub sinks: Option<DevicePtr>,
 }
 
 /// The struct `Attend` of the source.
@@ -54,8 +58,11 @@ struct AttendArgs {
     batch: DevicePtr,
     out: DevicePtr,
     states: DevicePtr,
+    sinks: DevicePtr,
     pool: PoolArgs,
     scale: f32,
+    cap: f32,
+    twice: f32,
     kind: u32,
     heads: u32,
     kv_heads: u32,
@@ -63,7 +70,7 @@ struct AttendArgs {
     window: u32,
 }
 
-// SAFETY: words of 64 bits, then six of 32: no padding.
+// SAFETY: words of 64 bits, then eight of 32: no padding.
 unsafe impl Pod for AttendArgs {}
 
 impl Attend {
@@ -135,8 +142,11 @@ impl Attend {
             batch: batch.words(),
             out: batch.partials.ptr(),
             states: batch.states.ptr(),
+            sinks: params.sinks.unwrap_or(DevicePtr::NULL),
             pool: kv.args(params.layer),
             scale: params.scale,
+            cap: params.cap.unwrap_or(0.0),
+            twice: params.cap.map_or(0.0, |cap| 2.0 / cap),
             kind: batch.kind(&shape) as u32,
             heads: heads as u32,
             kv_heads: layer.kv_heads as u32,

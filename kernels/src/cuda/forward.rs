@@ -85,7 +85,8 @@ struct Buffers {
     x_host: Option<Pinned<f32>>,
     /// Queries, keys, values side by side, `[m][q + 2 kv]`.
     qkv: Buffer<f32>,
-    /// Gate and up side by side, `[m][2 inner]`, or up.
+    /// Gate and up side by side, `[m][2 inner]`, or up; what a half of a layer gives, `[m][hidden]`, where a norm is
+    /// behind it.
     up: Buffer<f32>,
     /// Inputs of q, k, v, gate, up; of o; of down; of the head.
     hidden: Acts,
@@ -129,7 +130,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(layers: &[Layer], rows: usize, widths: [usize; 3], angles: usize) -> Sizes {
+    fn of(spec: &ModelSpec, layers: &[Layer], rows: usize, widths: [usize; 3], angles: usize) -> Sizes {
         let row = |attn: &Attn| {
             let (q, kv) = self::widths(attn);
             q + 2 * kv
@@ -139,9 +140,13 @@ impl Sizes {
             Mlp::Plain { inner, .. } => inner,
             Mlp::Experts { .. } => 0,
         };
+        let half = |l: &Layer| match l.attn_post_norm.is_some() || l.mlp_post_norm.is_some() {
+            true => spec.hidden,
+            false => 0,
+        };
         Sizes {
             qkv: rows * layers.iter().map(|l| row(&l.attn)).max().unwrap_or(0),
-            up: rows * layers.iter().map(|l| up(&l.mlp)).max().unwrap_or(0),
+            up: rows * layers.iter().map(|l| up(&l.mlp).max(half(l))).max().unwrap_or(0),
             angles: rows * angles,
             widths,
         }
@@ -159,7 +164,7 @@ impl Forward {
     ) -> Result<Forward, CudaError> {
         let (spec, first) = (file.spec(), model.first);
         let both = |a: &Angles| 2 * a.pairs();
-        let sizes = Sizes::of(&spec.layers[first..], rows, model.widths(), model.angles.iter().map(both).sum());
+        let sizes = Sizes::of(spec, &spec.layers[first..], rows, model.widths(), model.angles.iter().map(both).sum());
         let ([hidden, attended, inner], forms) = (sizes.widths, model.forms());
         let halves = halves(spec, first);
         let what = "buffers of a step";
@@ -237,7 +242,7 @@ impl Forward {
             head_dim
         });
         let widths = [wide(spec.hidden), wide(q), wide(inner)];
-        let sizes = Sizes::of(layers, rows, widths, half.max().unwrap_or(0));
+        let sizes = Sizes::of(spec, layers, rows, widths, half.max().unwrap_or(0));
         let last = HEAD_ROWS * (halves(spec, first) * spec.vocab + spec.hidden);
         let floats = sizes.qkv + sizes.up + sizes.angles + rows * spec.hidden + last;
         let shared = spec.draft_head.as_ref().is_some_and(|head| head.shared_head);
@@ -409,12 +414,19 @@ impl Forward {
             guessing.begin(model, linear, ops, [tokens, positions], bufs.x.ptr(), fused, m)?;
         } else if let (0, Some(embed)) = (model.first, &model.embed) {
             let table = model.positions.as_ref().map(|w| (w, positions));
-            linear.embed(embed, tokens, table, bufs.x.ptr(), m)?;
+            linear.embed(embed, tokens, table, spec.embed_scale.unwrap_or(1.0), bufs.x.ptr(), m)?;
         }
-        let residual = |bias: &Option<Buffer<f32>>| Output::Add {
-            to: bufs.x.ptr(),
-            stride: hidden,
-            bias: bias.as_ref().map(Buffer::ptr),
+        // What a half of a layer gives goes to the residual stream, or, where a norm is behind it, beside it first.
+        let gives = |bias: &Option<Buffer<f32>>, out: &Option<Input>| {
+            let (stride, bias) = (hidden, bias.as_ref().map(Buffer::ptr));
+            match out {
+                None => Output::Add { to: bufs.x.ptr(), stride, bias },
+                Some(_) => Output::Store { to: bufs.up.ptr(), stride, bias },
+            }
+        };
+        let after = |ops: &Ops, out: &Option<Input>| match out {
+            None => Ok(()),
+            Some(out) => ops.norm_add(bufs.up.ptr(), &out.norm(), hidden, bufs.x.ptr(), m),
         };
         let last = model.layers.len();
         let kept = kept.as_ref();
@@ -423,7 +435,7 @@ impl Forward {
             None => Ok(()),
         };
         for (i, (layer, shape)) in model.layers.iter().zip(&spec.layers[model.first..]).enumerate() {
-            let Attn::Gqa { heads, scale, window, .. } = shape.attn;
+            let Attn::Gqa { heads, scale, window, cap, .. } = shape.attn;
             keep(i)?;
             let input = match guessing {
                 Some(guessing) if i == 0 && model.wide() => Some(&guessing.input),
@@ -436,10 +448,12 @@ impl Forward {
             if let Some(copies) = bufs.batch.copies() {
                 ops.copy_slots(copies, false, kv, i)?;
             }
-            let params = Params { layer: i, heads, scale, window };
+            let sinks = layer.sinks.as_ref().map(Buffer::ptr);
+            let params = Params { layer: i, heads, scale, window, cap, sinks };
             let order = layer.o_order.as_ref().map(Buffer::ptr);
             attend.run(ops, bufs.qkv.ptr(), kv, &params, &bufs.batch, order, &bufs.attended, m)?;
-            linear.run(&[&layer.o], &bufs.attended, m, residual(&layer.o_bias))?;
+            linear.run(&[&layer.o], &bufs.attended, m, gives(&layer.o_bias, &layer.attn_out))?;
+            after(ops, &layer.attn_out)?;
             norm(ops, &layer.mlp_in, bufs.x.ptr(), None, &bufs.hidden, hidden, m)?;
             let inner = shape.mlp.inner();
             match (&layer.mlp, &*mixing) {
@@ -448,7 +462,8 @@ impl Forward {
                     let out = Output::Store { to, stride: up.len() * inner, bias };
                     linear.run(&up.iter().collect::<Vec<_>>(), &bufs.hidden, m, out)?;
                     ops.act(to, *act, up.len() > 1, inner, &bufs.inner, m)?;
-                    linear.run(&[down], &bufs.inner, m, residual(down_bias))?;
+                    linear.run(&[down], &bufs.inner, m, gives(down_bias, &layer.mlp_out))?;
+                    after(ops, &layer.mlp_out)?;
                 }
                 (MlpWeights::Experts(experts), Some(mixing)) => {
                     mixing.run(linear, ops, experts, &layer.mlp_in, bufs, [hidden, inner], m)?;
@@ -500,7 +515,8 @@ impl Forward {
         self.last(from, guess, m)?;
         let to = self.bufs.logits.at(self.half * HEAD_ROWS * vocab);
         let head = self.model.heads_of(guess);
-        self.linear.run(&[head], &self.bufs.last, m, Output::Store { to, stride: vocab, bias: None })
+        self.linear.run(&[head], &self.bufs.last, m, Output::Store { to, stride: vocab, bias: None })?;
+        self.spec().logit_cap.map_or(Ok(()), |cap| self.ops.soft_cap(to, cap, vocab, m))
     }
 
     /// Tokens of rows of the last call of [`Forward::head`], as [`choose::chosen`](super::choose::chosen) understands

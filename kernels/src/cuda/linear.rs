@@ -218,7 +218,7 @@ impl Linear {
         Ok(())
     }
 
-    /// Rows of a table, as the weight holds them: `to[i] = table[tokens[i]] (+ positions[places[i]])`. A row that is
+    /// Rows of a table, as the weight holds them: `to[i] = scale * table[tokens[i]] (+ positions[places[i]])`. A row that is
     /// not there is NaN. In the f16 form floats were rounded to f16: a table that is only looked up is better
     /// uploaded in the f32 form.
     ///
@@ -228,6 +228,7 @@ impl Linear {
         table: &Weight,
         tokens: DevicePtr,
         positions: Option<(&Weight, DevicePtr)>,
+        scale: f32,
         to: DevicePtr,
         m: usize,
     ) -> Result<(), CudaError> {
@@ -236,7 +237,8 @@ impl Linear {
         if m == 0 {
             return Ok(());
         }
-        let mut args = Args::new().with(table.device).with(second.device).with(tokens).with(places).with(to);
+        let args = Args::new().with(table.device).with(second.device).with(tokens).with(places);
+        let mut args = args.with(to).with(scale);
         let quads = table.k.div_ceil(4);
         // SAFETY: the tables are alive while they are borrowed and freeing them waits for the stream; the other
         // addresses are the caller's, of the shapes above.

@@ -75,14 +75,20 @@ pub(super) struct LayerWeights {
     pub qkv_bias: Option<Buffer<f32>>,
     /// Weights of the norms of q's and k's heads, `[head_dim]` each, and eps.
     pub qk_norm: Option<(Buffer<f32>, Buffer<f32>, f32)>,
+    /// `[heads]`.
+    pub sinks: Option<Buffer<f32>>,
     /// Index of the [`Angles`].
     pub rope: Option<usize>,
     /// `[q]`.
     pub o_order: Option<Buffer<u32>>,
     pub o: Weight,
     pub o_bias: Option<Buffer<f32>>,
+    /// Norm of what attention gives.
+    pub attn_out: Option<Input>,
     pub mlp_in: Input,
     pub mlp: MlpWeights,
+    /// Norm of what the MLP gives.
+    pub mlp_out: Option<Input>,
 }
 
 /// The feed-forward half of a layer.
@@ -365,9 +371,15 @@ impl Load<'_> {
         })
     }
 
+    /// The norm of what a half of a layer gives, if there is one.
+    fn after(&mut self, name: &str, norm: &Option<Norm>) -> Result<Option<Input>, CudaError> {
+        norm.as_ref().map(|norm| self.input(name, norm, None)).transpose()
+    }
+
     fn layer(&mut self, i: usize, layer: &Layer, angles: &mut Vec<Angles>) -> Result<LayerWeights, CudaError> {
         let name = |name: &str| format!("layers.{i}.{name}");
-        let Attn::Gqa { head_dim, ref rope, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } = layer.attn;
+        let Attn::Gqa { head_dim, ref rope, ref qk_norm, sinks, qkv_bias, o_bias, attn_order, o_order, .. } =
+            layer.attn;
         let mlp_order = match layer.mlp {
             Mlp::Gated { mlp_order, .. } | Mlp::Plain { mlp_order, .. } => mlp_order,
             Mlp::Experts { .. } => false,
@@ -381,10 +393,12 @@ impl Load<'_> {
                 Some(norm) => Some((self.vector(&name("q_norm"))?, self.vector(&name("k_norm"))?, norm.eps())),
                 None => None,
             },
+            sinks: self.vectors(sinks, &[name("sinks")])?,
             rope: rope.as_ref().map(|rope| Angles::of(angles, rope, head_dim)),
             o_order: self.order(order(o_order, "o_order"))?,
             o: self.matrix(&name("o"))?,
             o_bias: self.vectors(o_bias, &[name("o_bias")])?,
+            attn_out: self.after(&name("attn_post_norm"), &layer.attn_post_norm)?,
             mlp_in: self.input(&name("mlp_norm"), &layer.mlp_norm, order(mlp_order, "mlp_order"))?,
             mlp: match layer.mlp {
                 Mlp::Gated { act, bias, .. } => MlpWeights::One(self.block(i, &["gate", "up"], act, bias)?),
@@ -398,6 +412,7 @@ impl Load<'_> {
                     normalized,
                 }),
             },
+            mlp_out: self.after(&name("mlp_post_norm"), &layer.mlp_post_norm)?,
         })
     }
 

@@ -33,6 +33,8 @@ pub struct Ops {
     rows_normed: [Kernel; 2],
     rows: Forms,
     copy: Kernel,
+    norm_add: Kernel,
+    soft_cap: Kernel,
     /// In the order of [`Act`].
     acts: [Forms; 3],
     /// In the order of [`KvType`].
@@ -126,6 +128,8 @@ impl Ops {
             rows_normed: [kernel("rms_norm_rows")?, kernel("layer_norm_rows")?],
             rows: forms(["rows_f16", "rows_f32", "rows_int8"])?,
             copy: kernel("copy_rows")?,
+            norm_add: kernel("rms_norm_add")?,
+            soft_cap: kernel("soft_cap_rows")?,
             acts: [
                 forms(["silu_f16", "silu_f32", "silu_int8"])?,
                 forms(["gelu_f16", "gelu_f32", "gelu_int8"])?,
@@ -183,6 +187,21 @@ impl Ops {
         let mut args = args.with(hidden as u32).with(norm.eps).with(to);
         // SAFETY: as in `norm`.
         unsafe { self.device.launch(kernel, [m, 1, 1], THREADS, 0, &mut args) }
+    }
+
+    /// `x += norm(y)` of an RMS norm; both f32 `[m][hidden]`.
+    pub fn norm_add(&self, y: DevicePtr, norm: &Norm, hidden: usize, x: DevicePtr, m: usize) -> Result<(), CudaError> {
+        assert!(norm.kind == NormKind::Rms, "{norm:?}");
+        let mut args = Args::new().with(y).with(norm.weight).with(hidden as u32).with(norm.eps).with(x);
+        // SAFETY: as in `norm`.
+        unsafe { self.device.launch(&self.norm_add, [m, 1, 1], THREADS, 0, &mut args) }
+    }
+
+    /// `x = cap * tanh(x / cap)` of `m` rows of `columns`, f32, one behind the other.
+    pub fn soft_cap(&self, x: DevicePtr, cap: f32, columns: usize, m: usize) -> Result<(), CudaError> {
+        let mut args = Args::new().with(x).with(columns as u32).with(cap);
+        // SAFETY: as in `norm`.
+        unsafe { self.device.launch(&self.soft_cap, [m, columns.div_ceil(THREADS), 1], THREADS, 0, &mut args) }
     }
 
     /// Rows `x`, f32 `[m][columns]`, as they are: column `j` of the result is column `order[j]`.

@@ -11,7 +11,7 @@ use quern_models::{
 
 use crate::exec::Mask;
 
-use super::ops::{act, layer_norm, rms_norm, softmax};
+use super::ops::{act, capped, layer_norm, rms_norm, softmax};
 
 /// Rows of activations.
 pub(super) type Rows = Vec<Vec<f32>>;
@@ -27,7 +27,8 @@ pub fn masked(file: &ModelFile, tokens: &[u32], start: usize, mask: Mask) -> Vec
     let spec = file.spec();
     let all = Tensors { file, at: String::new() };
     let embed = all.get("embed");
-    let row = |&t: &u32| (0..spec.hidden).map(|i| embed.at(t as usize, i)).collect::<Vec<f32>>();
+    let scale = spec.embed_scale.unwrap_or(1.0);
+    let row = |&t: &u32| (0..spec.hidden).map(|i| embed.at(t as usize, i) * scale).collect::<Vec<f32>>();
     let mut x: Rows = tokens.iter().map(row).collect();
     if spec.positions.is_some() {
         let table = all.get("positions");
@@ -44,7 +45,8 @@ pub fn masked(file: &ModelFile, tokens: &[u32], start: usize, mask: Mask) -> Vec
     }
     let head = if spec.tied_head { embed } else { all.get("head") };
     let normed = all.norm("norm", &spec.norm, &x);
-    linear(&head, None, &all.ordered("head_order", spec.head_order, normed)).concat()
+    let logits = linear(&head, None, &all.ordered("head_order", spec.head_order, normed)).concat();
+    logits.iter().map(|&l| capped(l as f64, spec.logit_cap) as f32).collect()
 }
 
 /// What tokens have to do with each other.
@@ -106,6 +108,11 @@ impl<'a> Tensors<'a> {
         x.iter().map(|row| one(row).iter().map(|&y| y as f32).collect()).collect()
     }
 
+    /// What a half of a layer gives, behind the norm that it may have.
+    pub fn after(&self, name: &str, norm: &Option<Norm>, x: Rows) -> Rows {
+        norm.as_ref().map_or_else(|| x.clone(), |norm| self.norm(name, norm, &x))
+    }
+
     /// Column `j` of the result is column `order[j]` of `x`, if there is an order.
     pub fn ordered(&self, name: &str, there: bool, x: Rows) -> Rows {
         if !there {
@@ -157,7 +164,7 @@ pub(super) fn feed_forward(tensors: &Tensors, layer: &Layer, x: &Rows) -> Rows {
     } else {
         inner.iter_mut().flatten().for_each(|up| *up = act(kind, *up) as f32);
     }
-    tensors.linear("down", bias, &inner)
+    tensors.after("mlp_post_norm", &layer.mlp_post_norm, tensors.linear("down", bias, &inner))
 }
 
 /// What the experts that the router picks for one row give.
@@ -182,7 +189,7 @@ fn mixture(tensors: &Tensors, top: usize, kind: Act, normalized: bool, x: &[f32]
 
 /// The attention half of a layer, of normed rows.
 pub(super) fn attention(tensors: &Tensors, layer: &Layer, context: &Context, normed: &Rows) -> Rows {
-    let Attn::Gqa { ref qk_norm, qkv_bias, o_bias, attn_order, o_order, head_dim, .. } = layer.attn;
+    let Attn::Gqa { ref qk_norm, sinks, qkv_bias, o_bias, attn_order, o_order, head_dim, .. } = layer.attn;
     let normed = tensors.ordered("attn_order", attn_order, normed.clone());
     let [mut q, mut k, v] = ["q", "k", "v"].map(|name| tensors.linear(name, qkv_bias, &normed));
     if let Some(norm) = qk_norm {
@@ -195,7 +202,10 @@ pub(super) fn attention(tensors: &Tensors, layer: &Layer, context: &Context, nor
     }
     rope(&layer.attn, &context.positions, &mut q);
     rope(&layer.attn, &context.positions, &mut k);
-    tensors.linear("o", o_bias, &tensors.ordered("o_order", o_order, attend(&layer.attn, &context.seen, &q, &k, &v)))
+    let sinks = if sinks { tensors.vector("sinks") } else { vec![] };
+    let attended = attend(&layer.attn, &sinks, &context.seen, &q, &k, &v);
+    let out = tensors.linear("o", o_bias, &tensors.ordered("o_order", o_order, attended));
+    tensors.after("attn_post_norm", &layer.attn_post_norm, out)
 }
 
 /// Turns every head of the row at position `p` by `p` times the rope's frequencies.
@@ -216,8 +226,8 @@ fn rope(attn: &Attn, positions: &[usize], x: &mut Rows) {
     }
 }
 
-fn attend(attn: &Attn, seen: &[Vec<usize>], q: &Rows, k: &Rows, v: &Rows) -> Rows {
-    let Attn::Gqa { heads, kv_heads, head_dim: d, scale, window, .. } = *attn;
+fn attend(attn: &Attn, sinks: &[f32], seen: &[Vec<usize>], q: &Rows, k: &Rows, v: &Rows) -> Rows {
+    let Attn::Gqa { heads, kv_heads, head_dim: d, scale, window, cap, .. } = *attn;
     let mut out = vec![vec![0.0; heads * d]; v.len()];
     for (t, out) in out.iter_mut().enumerate() {
         let seen = &seen[t][window.map_or(0, |w| seen[t].len().saturating_sub(w))..];
@@ -225,13 +235,13 @@ fn attend(attn: &Attn, seen: &[Vec<usize>], q: &Rows, k: &Rows, v: &Rows) -> Row
             let kv = h / (heads / kv_heads) * d;
             let dot =
                 |s: usize| (0..d).map(|i| q[t][h * d + i] as f64 * k[s][kv + i] as f64).sum::<f64>() * scale as f64;
-            let scores: Vec<f64> = seen.iter().map(|&s| dot(s)).collect();
-            let max = scores.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
-            let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-            let sum: f64 = weights.iter().sum();
+            let mut weights: Vec<f64> = seen.iter().map(|&s| capped(dot(s), cap)).collect();
+            // A score without a value.
+            weights.extend(sinks.get(h).map(|&s| s as f64));
+            softmax(&mut weights);
             for i in 0..d {
                 let value: f64 = weights.iter().zip(seen).map(|(w, &s)| w * v[s][kv + i] as f64).sum();
-                out[h * d + i] = (value / sum) as f32;
+                out[h * d + i] = value as f32;
             }
         }
     }

@@ -22,12 +22,20 @@ pub fn attention(kv: &KvMemory, params: &Params, chunk: &Chunk, row: usize) -> V
             seen.iter().map(|&t| kv.read(params.layer, chunk.table[t / BLOCK], t % BLOCK, kv_head)).collect();
         for h in kv_head * group..(kv_head + 1) * group {
             let q = &chunk.q[row * chunk.stride + h * d..][..d];
-            let mut w: Vec<f64> = tokens.iter().map(|(k, _)| dot(q, k) * params.scale as f64).collect();
+            let score = |k: &[f32]| capped(dot(q, k) * params.scale as f64, params.cap);
+            let mut w: Vec<f64> = tokens.iter().map(|(k, _)| score(k)).collect();
+            // A score without a value.
+            w.extend(params.sinks.get(h).map(|&s| s as f64));
             softmax(&mut w);
             out.extend((0..d).map(|i| w.iter().zip(&tokens).map(|(w, (_, v))| w * v[i] as f64).sum::<f64>()));
         }
     }
     out
+}
+
+/// `cap * tanh(x / cap)`, if there is a cap.
+pub fn capped(x: f64, cap: Option<f32>) -> f64 {
+    cap.map_or(x, |cap| cap as f64 * (x / cap as f64).tanh())
 }
 
 /// `x / sqrt(mean(x * x) + eps) * weight`.

@@ -38,6 +38,9 @@ struct Case {
     qkv: Vec<f32>,
     shape: Shape,
     scale: f32,
+    cap: Option<f32>,
+    /// `[heads]`, or empty.
+    sinks: Vec<f32>,
 }
 
 impl Case {
@@ -74,7 +77,7 @@ impl Case {
         let attend = Attend::new(device).expect("the device works");
         // Larger than 1 / sqrt(d), so that the running maximum moves often.
         let scale = 2.0 / (d as f32).sqrt();
-        Case { device: device.clone(), ops, attend, pool, cpu, table, qkv, shape, scale }
+        Case { device: device.clone(), ops, attend, pool, cpu, table, qkv, shape, scale, cap: None, sinks: vec![] }
     }
 
     fn stride(&self) -> usize {
@@ -117,7 +120,10 @@ impl Case {
         batch.set(&chunks, m).expect("the device works");
         let dorder: Option<Buffer<u32>> = order.map(|o| up(&self.device, o));
         let to: Acts = acts(&self.device, form, m, self.width() + 64);
-        let params = Params { layer: 1, heads: self.shape.heads, scale: self.scale, window: self.shape.window };
+        let sinks = up(&self.device, &self.sinks);
+        let Shape { heads, window, .. } = self.shape;
+        let sinks_at = (!self.sinks.is_empty()).then(|| sinks.ptr());
+        let params = Params { layer: 1, heads, scale: self.scale, window, cap: self.cap, sinks: sinks_at };
         let order = dorder.as_ref().map(Buffer::ptr);
         if let Some(copies) = batch.copies() {
             self.ops.copy_slots(copies, false, &self.pool, 1).expect("the device works");
@@ -147,7 +153,9 @@ impl Case {
     }
 
     fn check_oracle_masked(&self, chunk: (usize, usize, Mask), row: usize, got: &Row, form: Form) {
-        let params = OracleParams { layer: 1, heads: self.shape.heads, scale: self.scale, window: self.shape.window };
+        let Shape { heads, window, .. } = self.shape;
+        let (scale, cap, sinks) = (self.scale, self.cap, &self.sinks[..]);
+        let params = OracleParams { layer: 1, heads, scale, window, cap, sinks };
         let (pos0, rows, mask) = chunk;
         let q = &self.qkv[pos0 * self.stride()..];
         let of = OracleChunk { q, stride: self.stride(), rows, pos0, table: &self.table, mask };
@@ -166,11 +174,15 @@ impl Case {
 const CHUNKS: [(usize, usize); 12] =
     [(0, 1), (0, 2), (1, 3), (15, 1), (15, 7), (16, 1), (255, 1), (255, 3), (257, 20), (511, 1), (600, 7), (0, 40)];
 
-/// First and last row of every chunk against the oracle and against the row alone.
 fn conform(kind: KvType, form: Form, kv_heads: usize, group: usize, d: usize, window: Option<usize>) {
+    conform_as(kind, form, Shape { heads: kv_heads * group, kv_heads, head_dim: d, window }, None, &[]);
+}
+
+/// First and last row of every chunk against the oracle and against the row alone.
+fn conform_as(kind: KvType, form: Form, shape: Shape, cap: Option<f32>, sinks: &[f32]) {
     let Some(device) = device("attention") else { return };
-    let shape = Shape { heads: kv_heads * group, kv_heads, head_dim: d, window };
-    let case = Case::new(&device, kind, shape, 610);
+    let mut case = Case::new(&device, kind, shape, 610);
+    (case.cap, case.sinks) = (cap, sinks.to_vec());
     let all = case.run(&CHUNKS, 3, None, form);
     let mut first = 0;
     for chunk in CHUNKS {
@@ -220,6 +232,29 @@ fn windows() {
         if i % 2 == 0 {
             conform(KINDS[i / 2 % 4], Form::F32, 1, 2, [32, 16][i / 2 % 2], Some(window));
         }
+    }
+}
+
+/// Caps far below and above the scores; sinks beyond every score, below all, and among them.
+#[test]
+fn soft_caps_and_sinks() {
+    let sinks = [0.5, 30.0, -20.0, 4.0];
+    for (i, (cap, sinks, window)) in [
+        (Some(1.5), &sinks[..0], None),
+        (Some(6.0), &sinks[..], Some(100)),
+        (Some(50.0), &sinks[..0], Some(300)),
+        (None, &sinks[..], None),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let shape = Shape { heads: 4, kv_heads: 2, head_dim: [64, 24, 128, 16][i], window };
+        for kind in [KvType::F16, KvType::Int8, KvType::Fp8] {
+            if i < 2 || kind == KvType::F16 {
+                conform_as(kind, Form::F16, shape, cap, sinks);
+            }
+        }
+        conform_as(KINDS[i], Form::F32, shape, cap, sinks);
     }
 }
 
@@ -366,7 +401,7 @@ fn a_graph_serves_growing_contexts() {
     let mut batch = Batch::new(&device, &[shape], 2).unwrap();
     let mut dq: Buffer<f32> = Buffer::new(&device, "a test", 2 * stride).unwrap();
     let to = acts(&device, Form::F16, 2, case.width());
-    let params = Params { layer: 1, heads: 3, scale: case.scale, window: None };
+    let params = Params { layer: 1, heads: 3, scale: case.scale, window: None, cap: None, sinks: None };
     let step = |batch: &Batch, dq: &Buffer<f32>| {
         case.attend.run(&case.ops, dq.ptr(), &case.pool, &params, batch, None, &to, 2)
     };

@@ -295,7 +295,7 @@ fn rows_of_tables_are_those_of_the_definition() {
             let (at, pos) = (up(&device, &tokens), up(&device, &[0u32, 8, 3, 3, 1, 2]));
             let to = up(&device, &vec![0f32; tokens.len() * k]);
             for (second, with) in [(None, false), (Some((&positions, pos.ptr())), true)] {
-                linear.embed(&table, at.ptr(), second, to.ptr(), tokens.len()).expect("run");
+                linear.embed(&table, at.ptr(), second, 1.0, to.ptr(), tokens.len()).expect("run");
                 let got = to.to_vec().expect("read");
                 for (i, (row, &token)) in got.chunks(k).zip(&tokens).enumerate() {
                     if token as usize == n {

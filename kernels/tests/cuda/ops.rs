@@ -74,6 +74,39 @@ fn norms_are_right_in_any_order_and_company() {
 }
 
 #[test]
+fn norms_are_added_and_caps_are_soft() {
+    let Some(device) = device("norms_are_added_and_caps_are_soft") else { return };
+    let ops = Ops::new(&device).unwrap();
+    for n in COLUMNS {
+        let mut random = Random(n as u64 + 2);
+        let m = 3;
+        let (mut x, y, w) = (random.floats(m * n), random.floats(m * n), random.floats(n));
+        x[0] = 40.0;
+        x[m * n - 1] = -1e-4;
+        let (dx, dy, dw) = (up(&device, &x), up(&device, &y), up(&device, &w));
+        ops.soft_cap(dx.ptr(), 2.5, n, m).unwrap();
+        let capped = dx.to_vec().unwrap();
+        for (x, got) in x.iter().zip(&capped) {
+            let want = oracle::capped(*x as f64, Some(2.5));
+            assert!((*got as f64 - want).abs() <= 4e-7 * want.abs(), "{x} becomes {got}, expected {want}");
+        }
+        let norm = Norm { kind: NormKind::Rms, eps: 1e-5, weight: dw.ptr(), bias: None };
+        ops.norm_add(dy.ptr(), &norm, n, dx.ptr(), m).unwrap();
+        for (i, got) in dx.to_vec().unwrap().chunks(n).enumerate() {
+            let row = i * n..(i + 1) * n;
+            let added = oracle::rms_norm(&y[row.clone()], &w, 1e-5);
+            for ((got, x), add) in got.iter().zip(&capped[row]).zip(added) {
+                let want = *x as f64 + add;
+                assert!(
+                    (*got as f64 - want).abs() <= bound::RMS * (x.abs() as f64 + add.abs()),
+                    "{got}, expected {want}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
 fn rows_go_over_in_any_order_and_a_bad_one_stays_alone() {
     let Some(device) = device("rows_go_over_in_any_order_and_a_bad_one_stays_alone") else { return };
     let ops = Ops::new(&device).unwrap();

@@ -33,14 +33,18 @@ pub fn plain(tied: bool) -> ModelSpec {
             scale: 0.25,
             rope: Some(Rope { theta: 10000.0, scaling: RopeScaling::Linear { factor: 2.0 } }),
             window: None,
+            cap: None,
+            sinks: false,
             qk_norm: None,
             qkv_bias: false,
             o_bias: false,
             attn_order: false,
             o_order: false,
         },
+        attn_post_norm: None,
         mlp_norm: norm.clone(),
         mlp: Mlp::Gated { inner: 200, act: Act::Silu, bias: false, mlp_order: false },
+        mlp_post_norm: None,
     };
     ModelSpec {
         family: "llama".into(),
@@ -52,15 +56,19 @@ pub fn plain(tied: bool) -> ModelSpec {
         tied_head: tied,
         head_order: false,
         positions: None,
+        embed_scale: None,
+        logit_cap: None,
         draft_head: None,
     }
 }
 
 /// Every mechanism that a spec can have: biases, orders, layer norms, windows, learned positions, norms of heads,
-/// layers with and without rope, both kinds of MLP, every activation.
+/// layers with and without rope, both kinds of MLP, every activation, soft caps, sinks, norms behind the halves of a
+/// layer, scaled embeddings.
 pub fn everything() -> ModelSpec {
     let mut spec = plain(false);
     (spec.positions, spec.head_order, spec.norm) = (Some(2048), true, Norm::Layer { eps: 1e-5 });
+    (spec.embed_scale, spec.logit_cap) = (Some(1.7), Some(3.0));
     let [rms, layer_norm] = [Norm::Rms { eps: 1e-5 }, Norm::Layer { eps: 1e-3 }];
     let yarn = RopeScaling::Yarn {
         factor: 4.0,
@@ -77,6 +85,8 @@ pub fn everything() -> ModelSpec {
         scale: 0.25,
         rope: rope.map(|scaling| Rope { theta: 10000.0, scaling }),
         window,
+        cap: None,
+        sinks: false,
         qk_norm,
         qkv_bias: bias,
         o_bias: bias,
@@ -88,8 +98,10 @@ pub fn everything() -> ModelSpec {
     let layer = |attn_norm: &Norm, attn, mlp_norm: &Norm, mlp| Layer {
         attn_norm: attn_norm.clone(),
         attn,
+        attn_post_norm: None,
         mlp_norm: mlp_norm.clone(),
         mlp,
+        mlp_post_norm: None,
     };
     spec.layers = vec![
         layer(
@@ -107,6 +119,14 @@ pub fn everything() -> ModelSpec {
         ),
         layer(&layer_norm, attn(None, None, None, false, false), &rms, gated(Act::Gelu, false, false)),
     ];
+    // (cap, sinks, norms behind attention and the MLP)
+    let more = [(Some(1.5), false, true, true), (None, true, false, false), (Some(4.0), true, true, false)];
+    for (layer, (cap, sinks, attn_out, mlp_out)) in spec.layers.iter_mut().zip(more) {
+        let Attn::Gqa { cap: its_cap, sinks: its_sinks, .. } = &mut layer.attn;
+        (*its_cap, *its_sinks) = (cap, sinks);
+        layer.attn_post_norm = attn_out.then(|| rms.clone());
+        layer.mlp_post_norm = mlp_out.then(|| rms.clone());
+    }
     spec
 }
 

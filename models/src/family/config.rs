@@ -119,6 +119,7 @@ const HARMLESS: &[&str] = &[
     "resid_dropout",
     "classifier_dropout",
     "gradient_checkpointing",
+    "cache_implementation",
     "n_ctx",
     "reorder_and_upcast_attn",
     "summary_activation",
@@ -155,6 +156,7 @@ const NEUTRAL: &[(&str, &str)] = &[
     ("use_qk_norm", "false"),
     ("rope_interleaved", "false"),
     ("add_cross_attention", "false"),
+    ("use_bidirectional_attention", "false"),
     ("alibi", "false"),
     ("scale_attn_by_inverse_layer_idx", "false"),
 ];
@@ -245,6 +247,14 @@ impl<'a> Config<'a> {
         match self.get(key) {
             None => Ok(default),
             Some(v) => finite(v).ok_or_else(|| self.wrong(key, "a number that fits 32 bits", Some(v))),
+        }
+    }
+
+    /// A number, `null` for none, or `default` when absent.
+    pub fn float_or_none(&self, key: &str, default: Option<f32>) -> Result<Option<f32>, FamilyError> {
+        match self.has(key) {
+            false => Ok(default),
+            true => self.get(key).map(|_| self.float_or(key, 0.0)).transpose(),
         }
     }
 

@@ -11,7 +11,7 @@ use crate::spec::{MAX_LAYERS, ModelSpec};
 pub(super) struct Decoder {
     place: Place,
     vocab: usize,
-    sizes: Sizes,
+    pub sizes: Sizes,
     max_context: usize,
     tied: bool,
     /// Biases of q, k and v; of o; of the MLP.
@@ -20,6 +20,15 @@ pub(super) struct Decoder {
     pub mlp_bias: bool,
     /// Norms of the heads of q and k.
     pub qk_norm: bool,
+    /// Soft cap of the scores, and of the logits.
+    pub cap: Option<f32>,
+    pub logit_cap: Option<f32>,
+    /// Factor on embeddings.
+    pub embed_scale: Option<f32>,
+    /// Norms of what attention and the MLP give.
+    pub post_norms: bool,
+    /// Norms multiply by one plus their weights.
+    pub one_plus: bool,
     /// Per layer: tokens seen.
     pub windows: Vec<Option<usize>>,
     /// Per layer: whether q and k are turned.
@@ -31,6 +40,8 @@ pub(super) struct Decoder {
 /// What a family assumes where the config is silent.
 pub(super) struct Usual {
     pub theta: f32,
+    /// Base of the rope of layers that see a window, where the config has two.
+    pub local_theta: Option<f32>,
     pub context: usize,
     /// Elements of a head; `hidden / heads` if none.
     pub head_dim: Option<usize>,
@@ -54,6 +65,11 @@ impl Decoder {
             o_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            cap: None,
+            logit_cap: None,
+            embed_scale: None,
+            post_norms: false,
+            one_plus: false,
             windows: vec![None; layers],
             ropes: vec![true; layers],
             experts: None,
@@ -80,24 +96,22 @@ impl Decoder {
         let on = config.bool_or("use_sliding_window", false)?;
         let silent = on && !config.has("sliding_window");
         let window = silent || config.get("sliding_window").is_some();
-        let slides: Vec<bool> = match config.strings("layer_types", layers)? {
-            None => (0..layers).map(|i| on && window && implied(i)).collect(),
-            Some(types) => {
-                let slides = types.iter().map(|t| match *t {
-                    "full_attention" => Ok(false),
-                    "sliding_attention" => Ok(true),
-                    other => {
-                        let expected = "full_attention and sliding_attention";
-                        Err(config.unsupported("layer_types", expected, format!("{other:?}")))
-                    }
-                });
-                slides.collect::<Result<_, _>>()?
-            }
-        };
+        let slides = slides(config, layers)?;
+        let slides = slides.unwrap_or_else(|| (0..layers).map(|i| on && window && implied(i)).collect());
         if slides.contains(&true) {
             let window = config.size_or("sliding_window", silent.then_some(4096))?;
             self.windows = slides.iter().map(|&s| s.then_some(window)).collect();
         }
+        Ok(())
+    }
+
+    /// Reads `layer_types` and `sliding_window`, which is 4096 where the config is silent. Where the types are not given,
+    /// layer `i` slides if `implied(i)`.
+    pub fn alternating(&mut self, config: &Config, implied: impl Fn(usize) -> bool) -> Result<(), FamilyError> {
+        let layers = self.windows.len();
+        let window = config.size_or("sliding_window", (!config.has("sliding_window")).then_some(4096))?;
+        let slides = slides(config, layers)?.unwrap_or_else(|| (0..layers).map(implied).collect());
+        self.windows = slides.iter().map(|&s| s.then_some(window)).collect();
         Ok(())
     }
 
@@ -114,6 +128,8 @@ impl Decoder {
             tied_head: self.tied,
             head_order: false,
             positions: None,
+            embed_scale: self.embed_scale,
+            logit_cap: self.logit_cap,
             draft_head: None,
         };
         let warnings = config.finish()?;
@@ -140,6 +156,9 @@ impl Decoder {
             mlp_bias: self.mlp_bias,
             qk_norm: self.qk_norm,
             experts: self.experts.as_ref().filter(|(_, has)| has[i]).map(|(experts, _)| experts),
+            cap: self.cap,
+            post_norms: self.post_norms,
+            one_plus: self.one_plus,
         }
     }
 
@@ -150,10 +169,25 @@ impl Decoder {
         for i in 0..self.windows.len() {
             rules.extend(self.sizes.rules(&self.parts(i), &format!("layers.{i}"), &format!("{base}layers.{i}")));
         }
-        rules.push(rule("norm", format!("{base}norm"), RuleKind::Vector { n: k }));
+        let norm = if self.one_plus { RuleKind::OnePlus { n: k } } else { RuleKind::Vector { n: k } };
+        rules.push(rule("norm", format!("{base}norm"), norm));
         rules.push(rule("head", self.place.head.clone(), RuleKind::Head { n, k }));
         rules
     }
+}
+
+/// Which layers slide, by `layer_types`; `None` where the config has none.
+fn slides(config: &Config, layers: usize) -> Result<Option<Vec<bool>>, FamilyError> {
+    let Some(types) = config.strings("layer_types", layers)? else { return Ok(None) };
+    let slides = types.iter().map(|t| match *t {
+        "full_attention" => Ok(false),
+        "sliding_attention" => Ok(true),
+        other => {
+            let expected = "full_attention and sliding_attention";
+            Err(config.unsupported("layer_types", expected, format!("{other:?}")))
+        }
+    });
+    slides.collect::<Result<_, _>>().map(Some)
 }
 
 /// The number of layers, by this key.

@@ -59,7 +59,14 @@ impl Gpt {
         }
         let norm = Norm::Layer { eps };
         let mlp = Mlp::Plain { inner, act, bias: true, mlp_order: false };
-        self.layers.push(Layer { attn_norm: norm.clone(), attn, mlp_norm: norm, mlp });
+        self.layers.push(Layer {
+            attn_norm: norm.clone(),
+            attn,
+            attn_post_norm: None,
+            mlp_norm: norm,
+            mlp,
+            mlp_post_norm: None,
+        });
     }
 
     /// The plan; checks the rest of the config.
@@ -86,6 +93,8 @@ impl Gpt {
             tied_head: config.bool_or("tie_word_embeddings", true)?,
             head_order: false,
             positions: Some(context),
+            embed_scale: None,
+            logit_cap: None,
             draft_head: None,
         };
         // Masks that old checkpoints hold.

@@ -115,7 +115,7 @@ impl<'a> Reader<'a> {
     ) -> Result<Self, FamilyError> {
         let q = format!("{layer0}.self_attn.q_proj");
         let base = tensors.names().find_map(|name| module_base(name, &q)).unwrap_or_default().to_string();
-        let usual = Usual { theta, context: model.max_context, head_dim: None, tied: false };
+        let usual = Usual { theta, local_theta: None, context: model.max_context, head_dim: None, tied: false };
         let (sizes, _) = Sizes::read(config, tensors, &format!("{base}{layer0}.mlp.up_proj"), &usual)?;
         // What the tensors show, or a model's.
         for key in ["attention_bias", "mlp_bias", "qkv_bias", "bias", "tie_word_embeddings", "use_qk_norm"] {
@@ -164,6 +164,9 @@ impl<'a> Reader<'a> {
             mlp_bias: has("mlp.up_proj.bias"),
             experts: None,
             qk_norm: has("self_attn.q_norm."),
+            cap: None,
+            post_norms: false,
+            one_plus: false,
         };
         let (to, from) = (format!("layers.{}", self.layers.len()), format!("{}{module}", self.base));
         self.rules.extend(self.sizes.rules(&parts, &to, &from));
@@ -255,6 +258,8 @@ impl<'a> Reader<'a> {
             tied_head: false,
             head_order: false,
             positions: None,
+            embed_scale: None,
+            logit_cap: None,
             draft_head: Some(guesses),
         };
         let ignore = &["rotary_emb.inv_freq", "t2d"];

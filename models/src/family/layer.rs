@@ -12,7 +12,11 @@ pub(super) struct Sizes {
     pub inner: usize,
     pub act: Act,
     pub eps: f32,
+    /// Factor on the scores.
+    pub scale: f32,
     pub rope: Rope,
+    /// Of layers that see a window, where theirs differs.
+    pub local_rope: Option<Rope>,
 }
 
 /// What a layer has besides.
@@ -31,6 +35,12 @@ pub(super) struct Parts<'a> {
     pub mlp_bias: bool,
     /// Norms of the heads of q and k.
     pub qk_norm: bool,
+    /// Soft cap of the scores.
+    pub cap: Option<f32>,
+    /// Norms of what attention and the MLP give; then the norm before the MLP has another name.
+    pub post_norms: bool,
+    /// Norms multiply by one plus their weights.
+    pub one_plus: bool,
     /// Its MLP is a mixture.
     pub experts: Option<&'a Experts>,
 }
@@ -58,16 +68,28 @@ impl Sizes {
         let (hidden, heads) = (config.size("hidden_size")?, config.size("num_attention_heads")?);
         let inner = config.size("intermediate_size")?;
         let context = config.size_or("max_position_embeddings", Some(usual.context))?;
-        let (rope, context) = rope::read(config, usual.theta, context)?;
+        let (rope, local_rope, context) = match usual.local_theta {
+            None => {
+                let (rope, context) = rope::read(config, usual.theta, context)?;
+                (rope, None, context)
+            }
+            Some(local) => {
+                let ([rope, local], context) = rope::by_type(config, [usual.theta, local], context)?;
+                (rope, Some(local), context)
+            }
+        };
+        let head_dim = config.size_or("head_dim", Some(usual.head_dim.unwrap_or(hidden / heads)))?;
         let sizes = Sizes {
             hidden,
             heads,
             kv_heads: config.size_or("num_key_value_heads", Some(heads))?,
-            head_dim: config.size_or("head_dim", Some(usual.head_dim.unwrap_or(hidden / heads)))?,
+            head_dim,
             inner: padded(config, "intermediate_size", inner, tensors, up, false)?,
             act: config.act("hidden_act", Act::Silu)?,
             eps: config.float_or("rms_norm_eps", 1e-6)?,
+            scale: 1.0 / (head_dim as f32).sqrt(),
             rope,
+            local_rope,
         };
         Ok((sizes, context))
     }
@@ -79,21 +101,26 @@ impl Sizes {
 
     /// A layer.
     pub fn layer(&self, parts: &Parts) -> Layer {
+        let rope = self.local_rope.as_ref().filter(|_| parts.window.is_some()).unwrap_or(&self.rope);
+        let post = || parts.post_norms.then(|| self.norm());
         Layer {
             attn_norm: parts.norm.map_or(Norm::Identity, |_| self.norm()),
             attn: Attn::Gqa {
                 heads: self.heads,
                 kv_heads: self.kv_heads,
                 head_dim: self.head_dim,
-                scale: 1.0 / (self.head_dim as f32).sqrt(),
-                rope: parts.turned.then(|| self.rope.clone()),
+                scale: self.scale,
+                rope: parts.turned.then(|| rope.clone()),
                 window: parts.window,
+                cap: parts.cap,
+                sinks: false,
                 qk_norm: parts.qk_norm.then(|| self.norm()),
                 qkv_bias: parts.qkv_bias,
                 o_bias: parts.o_bias,
                 attn_order: false,
                 o_order: false,
             },
+            attn_post_norm: post(),
             mlp_norm: self.norm(),
             mlp: match parts.experts {
                 None => Mlp::Gated { inner: self.inner, act: self.act, bias: parts.mlp_bias, mlp_order: false },
@@ -101,6 +128,7 @@ impl Sizes {
                     Mlp::Experts { experts: count, top, inner, act: self.act, normalized }
                 }
             },
+            mlp_post_norm: post(),
         }
     }
 
@@ -138,13 +166,20 @@ impl Sizes {
                 }
             }
         }
+        let weights = |n| if parts.one_plus { RuleKind::OnePlus { n } } else { RuleKind::Vector { n } };
         if let Some(norm) = parts.norm {
-            rule("attn_norm", norm, RuleKind::Vector { n: hidden });
+            rule("attn_norm", norm, weights(hidden));
         }
-        rule("mlp_norm", "post_attention_layernorm", RuleKind::Vector { n: hidden });
+        if parts.post_norms {
+            rule("attn_post_norm", "post_attention_layernorm", weights(hidden));
+            rule("mlp_norm", "pre_feedforward_layernorm", weights(hidden));
+            rule("mlp_post_norm", "post_feedforward_layernorm", weights(hidden));
+        } else {
+            rule("mlp_norm", "post_attention_layernorm", weights(hidden));
+        }
         if parts.qk_norm {
-            rule("q_norm", "self_attn.q_norm", RuleKind::Vector { n: head_dim });
-            rule("k_norm", "self_attn.k_norm", RuleKind::Vector { n: head_dim });
+            rule("q_norm", "self_attn.q_norm", weights(head_dim));
+            rule("k_norm", "self_attn.k_norm", weights(head_dim));
         }
         rules
     }

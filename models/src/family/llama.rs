@@ -8,7 +8,7 @@ use super::{
 };
 
 pub(super) fn plan(config: &Config, tensors: &dyn Tensors) -> Result<FamilyPlan, FamilyError> {
-    let usual = Usual { theta: 10000.0, context: 2048, head_dim: None, tied: false };
+    let usual = Usual { theta: 10000.0, local_theta: None, context: 2048, head_dim: None, tied: false };
     let mut model = Decoder::read(config, tensors, usual)?;
     model.attention_bias(config)?;
     model.mlp_bias = config.bool_or("mlp_bias", false)?;

@@ -8,7 +8,7 @@ use super::{
 };
 
 pub(super) fn plan(config: &Config, tensors: &dyn Tensors) -> Result<FamilyPlan, FamilyError> {
-    let usual = Usual { theta: 10000.0, context: 4096 * 32, head_dim: None, tied: false };
+    let usual = Usual { theta: 10000.0, local_theta: None, context: 4096 * 32, head_dim: None, tied: false };
     let mut model = Decoder::read(config, tensors, usual)?;
     // `null` is no window; where the key is missing, transformers assumes the first model's.
     let window = match config.has("sliding_window") {

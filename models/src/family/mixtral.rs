@@ -10,7 +10,7 @@ use super::{
 };
 
 pub(super) fn plan(config: &Config, tensors: &dyn Tensors) -> Result<FamilyPlan, FamilyError> {
-    let usual = Usual { theta: 1e6, context: 4096 * 32, head_dim: None, tied: false };
+    let usual = Usual { theta: 1e6, context: 4096 * 32, head_dim: None, tied: false, local_theta: None };
     let mut model = Decoder::read(config, tensors, usual)?;
     // Here a missing window is none.
     let window = config.get("sliding_window").map(|_| config.size("sliding_window")).transpose()?;

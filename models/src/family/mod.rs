@@ -5,6 +5,8 @@
 
 mod config;
 mod decoder;
+mod gemma2;
+mod gemma3;
 mod gpt;
 mod gpt2;
 mod gpt_neo;
@@ -50,6 +52,8 @@ const FAMILIES: &[Family] = &[
     Family { model_types: &["qwen3_moe"], defaults: qwen3_moe::DEFAULTS, plan: qwen3_moe::plan },
     Family { model_types: &["mimo"], defaults: qwen2::DEFAULTS, plan: heads::mimo::plan },
     Family { model_types: &["smollm3"], defaults: smollm3::DEFAULTS, plan: smollm3::plan },
+    Family { model_types: &["gemma2"], defaults: gemma2::DEFAULTS, plan: gemma2::plan },
+    Family { model_types: &["gemma3_text"], defaults: gemma3::DEFAULTS, plan: gemma3::plan },
     Family { model_types: &["gpt2"], defaults: gpt2::DEFAULTS, plan: gpt2::plan },
     Family { model_types: &["gpt_neo"], defaults: gpt_neo::DEFAULTS, plan: gpt_neo::plan },
 ];
@@ -122,6 +126,11 @@ pub enum RuleKind {
         /// Inputs.
         k: usize,
     },
+    /// The vector `1 + weight`, always f32; a GGUF file holds the sum already.
+    OnePlus {
+        /// Elements.
+        n: usize,
+    },
     /// The vector `.bias` of a module, always float.
     Bias {
         /// Elements.
@@ -178,6 +187,10 @@ pub fn plan(config: &Value, tensors: &dyn Tensors) -> Result<FamilyPlan, FamilyE
     let key = format!("{at}model_type");
     let model_type = text.get("model_type");
     let model_type = model_type.and_then(Value::as_str).ok_or_else(|| outer.wrong(&key, "a string", model_type))?;
+    // Its text model sees the whole prompt from each of its tokens.
+    if config.get("model_type").and_then(Value::as_str) == Some("paligemma") {
+        return Err(outer.unsupported("model_type", "models whose tokens see what is before them", "\"paligemma\""));
+    }
     let family = FAMILIES.iter().find(|f| f.model_types.contains(&model_type));
     let family = family.ok_or_else(|| {
         let known = FAMILIES.iter().flat_map(|f| f.model_types).copied().collect::<Vec<_>>().join(", ");

@@ -16,7 +16,7 @@ pub(super) fn plan(config: &Config, tensors: &dyn Tensors) -> Result<FamilyPlan,
 
 /// The plan of a model that is Qwen2 but for its name.
 pub(super) fn named(config: &Config, tensors: &dyn Tensors, family: &str) -> Result<FamilyPlan, FamilyError> {
-    let usual = Usual { theta: 10000.0, context: 32768, head_dim: None, tied: false };
+    let usual = Usual { theta: 10000.0, local_theta: None, context: 32768, head_dim: None, tied: false };
     let mut model = Decoder::read(config, tensors, usual)?;
     model.qkv_bias = true;
     let first = config.whole_or("max_window_layers", 28)?;

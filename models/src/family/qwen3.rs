@@ -10,7 +10,7 @@ use super::{
 };
 
 pub(super) fn plan(config: &Config, tensors: &dyn Tensors) -> Result<FamilyPlan, FamilyError> {
-    let usual = Usual { theta: 10000.0, context: 32768, head_dim: Some(128), tied: false };
+    let usual = Usual { theta: 10000.0, local_theta: None, context: 32768, head_dim: Some(128), tied: false };
     let mut model = Decoder::read(config, tensors, usual)?;
     model.qk_norm = true;
     model.attention_bias(config)?;

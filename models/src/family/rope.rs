@@ -43,61 +43,99 @@ pub(super) fn read(config: &Config, theta: f32, context: usize) -> Result<(Rope,
         return Ok((Rope { theta, scaling: RopeScaling::None }, context));
     };
     let map = value.as_object().ok_or_else(|| config.wrong(key, "an object", Some(value)))?;
-    let table = Table { config, key, map };
-    let theta = table.number("rope_theta", Some(theta))?;
-    let original = match config.get("original_max_position_embeddings") {
-        Some(_) => config.size("original_max_position_embeddings")?,
-        None => table.number("original_max_position_embeddings", Some(context as f32))? as usize,
-    };
+    Table { config, key, map }.read(theta, context)
+}
+
+/// The ropes of layers that see everything and of those that see a window, each by its table in `rope_parameters`, or
+/// `rope_scaling` and `rope_theta` for the first and `rope_local_base_freq` for the second; and the longest sequence.
+///
+/// `thetas` are the family's bases, of all layers and of those with a window. Reference: `convert_rope_params_to_dict`
+/// of transformers' `configuration_gemma3.py`.
+pub(super) fn by_type(config: &Config, thetas: [f32; 2], context: usize) -> Result<([Rope; 2], usize), FamilyError> {
+    const NEW: [(&str, &str); 2] = [
+        ("full_attention", "rope_parameters.full_attention"),
+        ("sliding_attention", "rope_parameters.sliding_attention"),
+    ];
+    let thetas = [config.float_or("rope_theta", thetas[0])?, config.float_or("rope_local_base_freq", thetas[1])?];
+    let new = config.get("rope_parameters");
+    let tables = NEW.map(|(name, _)| new.and_then(|v| v.get(name)).filter(|v| !v.is_null()));
+    if new.is_some_and(|v| !v.is_object()) || new.is_some() && tables == [None, None] {
+        return Err(config.wrong("rope_parameters", "a table for each of full_attention and sliding_attention", new));
+    }
+    let old = config.get("rope_scaling").filter(|v| v.as_object().is_none_or(|o| !o.is_empty()));
     let mut most = context;
-    let scaling = match table.kind()? {
-        // Text has the same position in all of mrope's sections, so it is turned as without them.
-        "default" | "mrope" => RopeScaling::None,
-        "linear" => RopeScaling::Linear { factor: table.number("factor", None)? },
-        // Beyond the trained context, the base follows the length of the sequence so far: a token's key then depends
-        // on when it was computed, and a cache or a chunk would change the result. Up to there it is plain rope.
-        "dynamic" => {
-            config.warn(format!(
-                "config.json: {key}: dynamic scaling is not used, so the context ends at the {context} tokens that \
-                 need none"
-            ));
-            RopeScaling::None
+    let mut read = |i: usize| {
+        let (key, theta) = (NEW[i].1, thetas[i]);
+        let object =
+            |key: &str, v: &'_ Value| v.as_object().cloned().ok_or_else(|| config.wrong(key, "an object", Some(v)));
+        let mut map = tables[i].map_or(Ok(Map::new()), |v| object(key, v))?;
+        if let Some(old) = old.filter(|_| i == 0) {
+            map.extend(object("rope_scaling", old)?);
         }
-        "llama3" => RopeScaling::Llama3 {
-            factor: table.number("factor", None)?,
-            low_freq_factor: table.number("low_freq_factor", None)?,
-            high_freq_factor: table.number("high_freq_factor", None)?,
-            original_context: original,
-        },
-        "yarn" => {
-            let factor = table.number("factor", Some(context as f32 / original as f32))?;
-            most = context.max((original as f64 * factor as f64) as usize);
-            RopeScaling::Yarn {
-                factor,
-                beta_fast: table.positive("beta_fast", 32.0)?,
-                beta_slow: table.positive("beta_slow", 1.0)?,
-                original_context: original,
-                attention_factor: table.attention_factor(factor)?,
-                truncate: table.flag("truncate", true)?,
-            }
-        }
-        other => {
-            let expected = "default, linear, dynamic, llama3 or yarn";
-            return Err(config.unsupported(&format!("{key}.rope_type"), expected, format!("{other:?}")));
-        }
+        let (rope, longest) = Table { config, key, map: &map }.read(theta, context)?;
+        most = most.max(longest);
+        Ok(rope)
     };
-    table.finish()?;
-    Ok((Rope { theta, scaling }, most))
+    Ok(([read(0)?, read(1)?], most))
 }
 
 struct Table<'a, 'b> {
     config: &'b Config<'a>,
     key: &'static str,
-    map: &'a Map<String, Value>,
+    map: &'b Map<String, Value>,
 }
 
-impl<'a> Table<'a, '_> {
-    fn get(&self, name: &str) -> Option<&'a Value> {
+impl<'b> Table<'_, 'b> {
+    /// A rope, and the longest sequence it is good for.
+    fn read(&self, theta: f32, context: usize) -> Result<(Rope, usize), FamilyError> {
+        let (config, key) = (self.config, self.key);
+        let theta = self.number("rope_theta", Some(theta))?;
+        let original = match config.get("original_max_position_embeddings") {
+            Some(_) => config.size("original_max_position_embeddings")?,
+            None => self.number("original_max_position_embeddings", Some(context as f32))? as usize,
+        };
+        let mut most = context;
+        let scaling = match self.kind()? {
+            // Text has the same position in all of mrope's sections, so it is turned as without them.
+            "default" | "mrope" => RopeScaling::None,
+            "linear" => RopeScaling::Linear { factor: self.number("factor", None)? },
+            // Beyond the trained context, the base follows the length of the sequence so far: a token's key then depends
+            // on when it was computed, and a cache or a chunk would change the result. Up to there it is plain rope.
+            "dynamic" => {
+                config.warn(format!(
+                    "config.json: {key}: dynamic scaling is not used, so the context ends at the {context} tokens that \
+                     need none"
+                ));
+                RopeScaling::None
+            }
+            "llama3" => RopeScaling::Llama3 {
+                factor: self.number("factor", None)?,
+                low_freq_factor: self.number("low_freq_factor", None)?,
+                high_freq_factor: self.number("high_freq_factor", None)?,
+                original_context: original,
+            },
+            "yarn" => {
+                let factor = self.number("factor", Some(context as f32 / original as f32))?;
+                most = context.max((original as f64 * factor as f64) as usize);
+                RopeScaling::Yarn {
+                    factor,
+                    beta_fast: self.positive("beta_fast", 32.0)?,
+                    beta_slow: self.positive("beta_slow", 1.0)?,
+                    original_context: original,
+                    attention_factor: self.attention_factor(factor)?,
+                    truncate: self.flag("truncate", true)?,
+                }
+            }
+            other => {
+                let expected = "default, linear, dynamic, llama3 or yarn";
+                return Err(config.unsupported(&format!("{key}.rope_type"), expected, format!("{other:?}")));
+            }
+        };
+        self.finish()?;
+        Ok((Rope { theta, scaling }, most))
+    }
+
+    fn get(&self, name: &str) -> Option<&'b Value> {
         self.map.get(name).filter(|v| !v.is_null())
     }
 
@@ -124,7 +162,7 @@ impl<'a> Table<'a, '_> {
         value.ok_or_else(|| self.wrong(name, "true or false"))
     }
 
-    fn kind(&self) -> Result<&'a str, FamilyError> {
+    fn kind(&self) -> Result<&'b str, FamilyError> {
         match ["rope_type", "type"].iter().find_map(|k| self.get(k)) {
             None if self.map.contains_key("factor") => Err(self.wrong("rope_type", "a string")),
             None => Ok("default"),

@@ -10,7 +10,7 @@ use super::{
 };
 
 pub(super) fn plan(config: &Config, tensors: &dyn Tensors) -> Result<FamilyPlan, FamilyError> {
-    let usual = Usual { theta: 2_000_000.0, context: 32768, head_dim: None, tied: true };
+    let usual = Usual { theta: 2_000_000.0, local_theta: None, context: 32768, head_dim: None, tied: true };
     let mut model = Decoder::read(config, tensors, usual)?;
     model.attention_bias(config)?;
     model.mlp_bias = config.bool_or("mlp_bias", false)?;

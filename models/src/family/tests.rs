@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::spec::{Act, Attn, Mlp, Norm, Rope, RopeScaling};
+use crate::spec::{Act, Attn, Layer, Mlp, Norm, Rope, RopeScaling};
 
 fn changed(mut config: Value, change: Value) -> Value {
     for (key, value) in change.as_object().into_iter().flatten() {
@@ -64,6 +64,8 @@ fn rules_and_spec_name_the_same_tensors() {
         config(json!({"model_type": "smollm3"})),
         config(json!({"model_type": "mixtral", "num_local_experts": 3})),
         config(json!({"model_type": "qwen3_moe", "num_experts": 9, "mlp_only_layers": [0], "attention_bias": true})),
+        config(json!({"model_type": "gemma2"})),
+        config(json!({"model_type": "gemma3_text"})),
         gpt2(json!({})),
         gpt_neo(json!({})),
     ];
@@ -74,13 +76,64 @@ fn rules_and_spec_name_the_same_tensors() {
         let shape = |kind| match kind {
             RuleKind::Linear { n, k } | RuleKind::Embedding { n, k } => vec![n as u64, k as u64],
             RuleKind::Head { n, k } | RuleKind::Table { n, k } | RuleKind::Router { n, k } => vec![n as u64, k as u64],
-            RuleKind::Vector { n } | RuleKind::Bias { n } | RuleKind::Tokens { n, .. } => vec![n as u64],
+            RuleKind::Vector { n } | RuleKind::OnePlus { n } => vec![n as u64],
+            RuleKind::Bias { n } | RuleKind::Tokens { n, .. } => vec![n as u64],
         };
         let rules: BTreeMap<_, _> = plan.rules.iter().map(|r| (r.target.clone(), shape(r.kind))).collect();
         let needed: BTreeMap<_, _> = plan.spec.tensors().into_iter().map(|t| (t.name, t.dims)).collect();
         assert_eq!(rules, needed, "{}", plan.spec.family);
         assert_eq!(rules.len(), plan.rules.len());
     }
+}
+
+/// The numbers of a layer of Gemma: scale, window, base and factor of its rope, cap.
+fn gemma(layer: &Layer) -> (f32, Option<usize>, f32, f32, Option<f32>) {
+    let Attn::Gqa { scale, window, ref rope, cap, .. } = layer.attn;
+    let rope = rope.as_ref().unwrap();
+    let factor = if let RopeScaling::Linear { factor } = rope.scaling { factor } else { 1.0 };
+    (scale, window, rope.theta, factor, cap)
+}
+
+/// Configs as their makers published them, of which the old ones leave most to the class.
+#[test]
+fn gemmas_are_read_as_published() {
+    let two = read(&json!({"model_type": "gemma2", "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+        "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 224, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 4096,
+        "vocab_size": 256000, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "cache_implementation": "hybrid"}));
+    assert!(two.warnings.is_empty() && two.spec.tied_head, "{:?}", two.warnings);
+    assert_eq!((two.spec.embed_scale, two.spec.logit_cap), (Some(48.0), Some(30.0)));
+    let scale = (1.0 / 224f64.sqrt()) as f32;
+    assert_eq!(gemma(&two.spec.layers[0]), (scale, Some(4096), 10000.0, 1.0, Some(50.0)));
+    assert_eq!(gemma(&two.spec.layers[1]), (scale, None, 10000.0, 1.0, Some(50.0)));
+    // Gemma 3 4B: the text part of a multimodal model.
+    let three = read(&json!({"model_type": "gemma3", "vision_config": {}, "text_config": {"hidden_size": 2560,
+        "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}}));
+    assert!(three.warnings.is_empty() && three.spec.tied_head, "{:?}", three.warnings);
+    assert_eq!((three.spec.vocab, three.spec.max_context, three.spec.logit_cap), (262208, 131072, None));
+    assert_eq!(gemma(&three.spec.layers[4]), (0.0625, Some(1024), 10000.0, 1.0, None));
+    assert_eq!(gemma(&three.spec.layers[5]), (0.0625, None, 1e6, 8.0, None));
+    // Gemma 3 1B, and what transformers 5 makes of it.
+    let one = |change: Value| {
+        let mut config = json!({"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912,
+            "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+            "vocab_size": 262144, "sliding_window": 512, "sliding_window_pattern": 6, "rope_scaling": null,
+            "rope_theta": 1000000, "rope_local_base_freq": 10000});
+        config.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        config
+    };
+    let old = read(&one(json!({})));
+    assert_eq!(gemma(&old.spec.layers[5]), (0.0625, None, 1e6, 1.0, None));
+    let new = read(&one(json!({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}})));
+    assert_eq!((gemma(&new.spec.layers[5]).2, gemma(&new.spec.layers[0]).2), (1e6, 5000.0));
+    let flat = plan_error(&one(json!({"rope_parameters": {"rope_type": "default"}})));
+    assert!(flat.contains("rope_parameters: expected a table for each"), "{flat}");
+    let both = plan_error(&one(json!({"use_bidirectional_attention": true})));
+    assert!(both.contains("use_bidirectional_attention is true"), "{both}");
 }
 
 #[test]
@@ -259,8 +312,12 @@ fn the_text_part_of_a_multimodal_config_is_taken() {
     assert!(read(&config(json!({}))).others.is_empty());
     let error = |config: Value| plan_error(&config);
     assert!(
-        error(json!({"text_config": {"model_type": "gemma3_text"}})).contains("text_config.model_type \"gemma3_text\"")
+        error(json!({"text_config": {"model_type": "gemma3n_text"}}))
+            .contains("text_config.model_type \"gemma3n_text\"")
     );
+    // Its text model sees the whole prompt from each token.
+    let pali = json!({"model_type": "paligemma", "text_config": config(json!({"model_type": "gemma2"}))});
+    assert!(error(pali).contains("paligemma"));
     assert!(error(json!({"text_config": config(json!({"hidden_act": "relu"}))})).contains("text_config.hidden_act"));
 }
 

@@ -153,8 +153,11 @@ impl Head {
         matches!(self.kind, HeadKind::Joined { normed: true, .. } | HeadKind::Wide { normed: true, .. })
     }
 
-    /// Whether it is for a model like this one: its width, its tokens, its layers.
+    /// Whether it is for a model like this one: its width, its tokens, its layers, and what it shares.
     pub fn fits(&self, model: &ModelSpec) -> Result<(), OtherModel> {
+        if self.shared_embed && model.embed_scale.is_some() || self.shared_head && model.logit_cap.is_some() {
+            return Err(OtherModel::Changed);
+        }
         let layers = match &self.states {
             States::Before { layers } => layers.iter().copied().max().unwrap_or(0),
             States::Normed => 0,
@@ -163,7 +166,7 @@ impl Head {
         if [self.model_hidden, self.model_vocab] == got[..2] && layers <= got[2] {
             return Ok(());
         }
-        Err(OtherModel { expected: [self.model_hidden, self.model_vocab, layers], got })
+        Err(OtherModel::Sizes { expected: [self.model_hidden, self.model_vocab, layers], got })
     }
 
     /// Checks what this spec of a head says.
@@ -200,6 +203,9 @@ impl Head {
         }
         if spec.tied_head && (self.shared_embed || self.mapped) {
             return bad("a tied head with a shared embedding or a map".into());
+        }
+        if spec.embed_scale.is_some() || spec.logit_cap.is_some() {
+            return bad("a factor on its embeddings or a cap of its logits, which only models have".into());
         }
         let medusa = matches!(self.kind, HeadKind::Medusa { .. });
         if spec.layers.is_empty() != medusa {
@@ -239,18 +245,27 @@ impl Head {
     }
 }
 
-/// A model that a head is not for. Hidden size, vocabulary, layers; of layers at least as many.
+/// A model that a head is not for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "the head is for another model: expected hidden size {}, vocabulary {} and at least {} layers, got {}, {} and {}; take \
-     a head that was trained for this model",
-    expected[0], expected[1], expected[2], got[0], got[1], got[2]
-)]
-pub struct OtherModel {
-    /// Of the model that it is for.
-    pub expected: [usize; 3],
-    /// Of the model at hand.
-    pub got: [usize; 3],
+pub enum OtherModel {
+    /// Hidden size, vocabulary, layers; of layers at least as many.
+    #[error(
+        "the head is for another model: expected hidden size {}, vocabulary {} and at least {} layers, got {}, {} and \
+         {}; take a head that was trained for this model",
+        expected[0], expected[1], expected[2], got[0], got[1], got[2]
+    )]
+    Sizes {
+        /// Of the model that it is for.
+        expected: [usize; 3],
+        /// Of the model at hand.
+        got: [usize; 3],
+    },
+    /// The model scales its embeddings or caps its logits.
+    #[error(
+        "the head shares the embedding or the output head of a model that scales embeddings or caps logits (Gemma), and \
+         this version's heads do neither; take a head with tensors of its own, or a small model with --draft"
+    )]
+    Changed,
 }
 
 /// Most states of a row.
@@ -305,6 +320,25 @@ mod tests {
         {
             let error = like(sizes.0, sizes.1, sizes.2).unwrap_err();
             assert!(error.starts_with(&format!("{expected}{got}")), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_is_changed_in_the_model_is_not_shared() {
+        let spec: ModelSpec = serde_json::from_str(WIDE).unwrap();
+        let head = spec.draft_head.clone().unwrap();
+        let layers = vec![spec.layers[0].clone(); 3];
+        let mut model = ModelSpec { vocab: 32, layers, draft_head: None, ..spec.clone() };
+        assert_eq!(head.fits(&model), Ok(()));
+        // It shares the embedding and has a head of its own.
+        model.logit_cap = Some(30.0);
+        assert_eq!(head.fits(&model), Ok(()));
+        model.embed_scale = Some(4.0);
+        assert_eq!(head.fits(&model), Err(OtherModel::Changed));
+        for change in [|s: &mut ModelSpec| s.logit_cap = Some(30.0), |s: &mut ModelSpec| s.embed_scale = Some(4.0)] {
+            let mut spec = spec.clone();
+            change(&mut spec);
+            assert!(spec.check().is_err());
         }
     }
 

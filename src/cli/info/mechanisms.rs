@@ -13,6 +13,8 @@ pub(super) fn attention(spec: &ModelSpec) -> String {
     }
     parts.extend(kinds(spec, |l| of(l).rope.map(rope)));
     parts.extend(kinds(spec, |l| of(l).window.map(|w| format!("window {w}"))));
+    parts.extend(kinds(spec, |l| of(l).cap.map(|cap| format!("scores capped at {cap}"))));
+    parts.extend(kinds(spec, |l| of(l).sinks.then(|| "sinks".into())));
     parts.extend(kinds(spec, |l| of(l).qk_norm.then(|| "norms of q and k heads".into())));
     let norm = |norm: &Norm| match norm {
         Norm::Rms { .. } => Some("RMS norms".to_string()),
@@ -20,6 +22,7 @@ pub(super) fn attention(spec: &ModelSpec) -> String {
         Norm::Identity => None,
     };
     parts.extend(kinds(spec, |l| norm(&l.attn_norm)));
+    parts.extend(kinds(spec, |l| l.attn_post_norm.as_ref().map(|_| "norm behind".into())));
     parts.extend(kinds(spec, |l| biases(&[(of(l).qkv_bias, "q, k, v"), (of(l).o_bias, "o")])));
     parts.extend(kinds(spec, |l| of(l).ordered.then(|| "act-order".into())));
     parts.join("; ")
@@ -41,7 +44,8 @@ pub(super) fn mlp(spec: &ModelSpec) -> String {
             Act::GeluTanh => "gelu (tanh)",
         };
         let (bias, order) = (if bias { ", biases" } else { "" }, if order { ", act-order" } else { "" });
-        Some(format!("{kind}, {act}{bias}{order}"))
+        let behind = if l.mlp_post_norm.is_some() { ", norm behind" } else { "" };
+        Some(format!("{kind}, {act}{bias}{order}{behind}"))
     };
     kinds(spec, kind).join("; ")
 }
@@ -84,6 +88,8 @@ pub(super) fn head(head: &Head, spec: &ModelSpec) -> String {
 struct Has<'a> {
     rope: Option<&'a Rope>,
     window: Option<usize>,
+    cap: Option<f32>,
+    sinks: bool,
     qk_norm: bool,
     qkv_bias: bool,
     o_bias: bool,
@@ -91,9 +97,9 @@ struct Has<'a> {
 }
 
 fn of(layer: &Layer) -> Has<'_> {
-    let Attn::Gqa { ref rope, window, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } = layer.attn;
+    let Attn::Gqa { ref rope, window, cap, sinks, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } = layer.attn;
     let (rope, qk_norm) = (rope.as_ref(), qk_norm.is_some());
-    Has { rope, window, qk_norm, qkv_bias, o_bias, ordered: attn_order || o_order }
+    Has { rope, window, cap, sinks, qk_norm, qkv_bias, o_bias, ordered: attn_order || o_order }
 }
 
 /// Every distinct answer, in order; with a count where not all layers give it.
@@ -151,6 +157,12 @@ mod tests {
         let attention = "rope 2000000, YaRN by 2 from 64 tokens in 3 of 4 layers; window 16 in 1 of 4 layers; RMS norms; \
                          biases of q, k, v, o";
         assert_eq!(smollm3, (attention.into(), "gated, silu".into()));
+        let gemma2 = lines(json!({
+            "model_type": "gemma2", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320, "head_dim": 16,
+        }));
+        let attention = "rope 10000; window 4096 in 1 of 2 layers; scores capped at 50; RMS norms; norm behind";
+        assert_eq!(gemma2, (attention.into(), "gated, gelu (tanh), norm behind".into()));
         let gpt2 = lines(json!({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 320}));
         let attention = "1024 learned positions; layer norms; biases of q, k, v, o";
         assert_eq!(gpt2, (attention.into(), "plain, gelu (tanh), biases".into()));

@@ -30,14 +30,18 @@ fn spec(scaling: RopeScaling, tied_head: bool) -> ModelSpec {
         max_context: 128,
         layers: vec![Layer {
             attn_norm: norm.clone(),
-            attn: Attn::Gqa { heads: 4, kv_heads: 2, head_dim: 8, scale: 0.5, rope: Some(rope), window: None, qk_norm: None, qkv_bias: false, o_bias: false, attn_order: false, o_order: false },
+            attn: Attn::Gqa { heads: 4, kv_heads: 2, head_dim: 8, scale: 0.5, rope: Some(rope), window: None, cap: None, sinks: false, qk_norm: None, qkv_bias: false, o_bias: false, attn_order: false, o_order: false },
+            attn_post_norm: None,
             mlp_norm: norm.clone(),
             mlp: Mlp::Gated { inner: 48, act: Act::Silu, bias: false, mlp_order: false },
+            mlp_post_norm: None,
         }],
         norm,
         tied_head,
         head_order: false,
         positions: None,
+        embed_scale: None,
+        logit_cap: None,
         draft_head: None,
     }
 }

@@ -16,10 +16,12 @@ pub(super) enum Arch {
     Qwen2,
     Qwen3,
     SmolLm3,
+    Gemma2,
+    Gemma3,
     Gpt2,
 }
 
-const ALL: [Arch; 5] = [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::SmolLm3, Arch::Gpt2];
+const ALL: [Arch; 7] = [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::SmolLm3, Arch::Gemma2, Arch::Gemma3, Arch::Gpt2];
 
 /// Modules of a layer: GGUF's name, Hugging Face's, whether its rows may be permuted.
 type Modules = &'static [(&'static str, &'static str, bool)];
@@ -36,6 +38,22 @@ const LLAMA_LAYER: Modules = &[
     ("ffn_gate", "mlp.gate_proj", false),
     ("ffn_up", "mlp.up_proj", false),
     ("ffn_down", "mlp.down_proj", false),
+];
+
+const GEMMA_LAYER: Modules = &[
+    ("attn_norm", "input_layernorm", false),
+    ("attn_q", "self_attn.q_proj", false),
+    ("attn_k", "self_attn.k_proj", false),
+    ("attn_v", "self_attn.v_proj", false),
+    ("attn_q_norm", "self_attn.q_norm", false),
+    ("attn_k_norm", "self_attn.k_norm", false),
+    ("attn_output", "self_attn.o_proj", false),
+    ("post_attention_norm", "post_attention_layernorm", false),
+    ("ffn_norm", "pre_feedforward_layernorm", false),
+    ("ffn_gate", "mlp.gate_proj", false),
+    ("ffn_up", "mlp.up_proj", false),
+    ("ffn_down", "mlp.down_proj", false),
+    ("post_ffw_norm", "post_feedforward_layernorm", false),
 ];
 
 const GPT2_LAYER: Modules = &[
@@ -122,6 +140,8 @@ impl Arch {
             Arch::Qwen2 => "qwen2",
             Arch::Qwen3 => "qwen3",
             Arch::SmolLm3 => "smollm3",
+            Arch::Gemma2 => "gemma2",
+            Arch::Gemma3 => "gemma3",
             Arch::Gpt2 => "gpt2",
         }
     }
@@ -190,6 +210,7 @@ impl Arch {
                 config["model_type"] = "mistral".into();
                 config["sliding_window"] = window.into();
             }
+            (Arch::Gemma2 | Arch::Gemma3, _) => gemma(self, keys, &mut config, window)?,
             (_, None) => {}
             _ => keys.only("attention.sliding_window", 0)?,
         }
@@ -212,6 +233,7 @@ impl Arch {
         let whole = |name: String| Ok((name, Rows::InOrder));
         let (outside, layer, base) = match self {
             Arch::Gpt2 => (GPT2_OUTSIDE, GPT2_LAYER, "transformer.h"),
+            Arch::Gemma2 | Arch::Gemma3 => (LLAMA_OUTSIDE, GEMMA_LAYER, "model.layers"),
             _ => (LLAMA_OUTSIDE, LLAMA_LAYER, "model.layers"),
         };
         let Some((module, kind)) = t.name.rsplit_once('.').filter(|(_, kind)| ["weight", "bias"].contains(kind)) else {
@@ -233,6 +255,41 @@ impl Arch {
         }
         Ok((name, Rows::Interleaved { head_dim }))
     }
+}
+
+/// What Gemma's config has besides. llama.cpp knows the scale of scores by the size of the model alone: that of 27B comes
+/// from its width, every other one from the head (`llama_model_gemma2`, `llama_model_gemma3`).
+fn gemma(arch: Arch, keys: &Keys, config: &mut Json, window: Option<u64>) -> Result<(), Malformed> {
+    let largest = if arch == Arch::Gemma2 { 46 } else { 62 };
+    let (hidden, heads) = (keys.needed("embedding_length")?, keys.needed("attention.head_count")?);
+    let scalar =
+        if keys.needed("block_count")? == largest { (hidden / heads).into() } else { config["head_dim"].clone() };
+    config["query_pre_attn_scalar"] = scalar;
+    if let Some(window) = window {
+        config["sliding_window"] = window.into();
+    }
+    for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+        if let Some(cap) = keys.float(key)? {
+            // Where it is off.
+            config[key] = if cap == 0.0 { Json::Null } else { cap.into() };
+        }
+    }
+    if arch == Arch::Gemma3 {
+        config["model_type"] = "gemma3_text".into();
+        if let Some(pattern) = keys.size("attention.sliding_window_pattern")? {
+            config["sliding_window_pattern"] = pattern.into();
+        }
+        let local = keys.float("rope.freq_base_swa")?.unwrap_or(10000.0);
+        let mut all = config["rope_parameters"].take();
+        if keys.float("rope.freq_base")?.is_none() {
+            all["rope_theta"] = 1e6.into();
+        }
+        config["rope_parameters"] = json!({
+            "full_attention": all,
+            "sliding_attention": { "rope_type": "default", "rope_theta": local },
+        });
+    }
+    Ok(())
 }
 
 /// GPT-2's config. Its activation is not in the metadata: llama.cpp runs the tanh form, which the family assumes.

@@ -15,7 +15,7 @@ use super::super::kv::BLOCK;
 use super::super::lanes::Avx2;
 #[cfg(target_arch = "aarch64")]
 use super::super::lanes::Neon;
-use super::super::lanes::{Lanes, Portable, exp2, greatest};
+use super::super::lanes::{Lanes, Portable, exp2, greatest, soft_cap};
 use super::ints::Ints;
 #[cfg(target_arch = "x86_64")]
 use super::wide::join;
@@ -178,6 +178,12 @@ pub(super) trait Loops {
     /// # Safety
     /// See `scores`.
     unsafe fn normalize(l: f32, o: &mut [f32]);
+    /// # Safety
+    /// See `scores`.
+    unsafe fn cap(vectors: usize, cap: f32, t: Tile);
+    /// # Safety
+    /// See `scores`.
+    unsafe fn sink(m: f32, l: &mut f32, o: &mut [f32], sink: f32);
 }
 
 /// Lanes with a [`rise`] that is not inlined.
@@ -296,6 +302,16 @@ macro_rules! loops {
             unsafe fn normalize(l: f32, o: &mut [f32]) {
                 // SAFETY: see `scores`.
                 unsafe { normalize::<Self>(l, o) }
+            }
+            $(#[$feature])?
+            unsafe fn cap(vectors: usize, cap: f32, t: Tile) {
+                // SAFETY: see `scores`.
+                unsafe { self::cap::<Self>(vectors, cap, t) }
+            }
+            $(#[$feature])?
+            unsafe fn sink(m: f32, l: &mut f32, o: &mut [f32], sink: f32) {
+                // SAFETY: see `scores`.
+                unsafe { self::sink::<Self>(m, l, o, sink) }
             }
         }
     };
@@ -668,6 +684,37 @@ pub(super) unsafe fn fold<V: Lanes>(m: &mut f32, l: &mut f32, o: &mut [f32], nex
         *l = a.fma(V::splat(*l), b.mul(V::splat(next.1))).to_array()[0];
     }
     *m = top;
+}
+
+/// Caps the scores in `w`, whatever lies there for tokens that nobody sees.
+///
+/// # Safety
+/// The CPU can run `V`; `t` holds so many vectors.
+#[inline(always)]
+pub(super) unsafe fn cap<V: Lanes>(vectors: usize, cap: f32, t: Tile) {
+    let inverse = 1.0 / cap;
+    for i in (0..vectors * BLOCK).step_by(8) {
+        // SAFETY: the caller's promise.
+        unsafe { soft_cap(V::load(t.w.add(i)), cap, inverse).store(t.w.add(i)) };
+    }
+}
+
+/// Takes a score without a value into `(m, l, o)`; then `m` is no longer needed.
+///
+/// # Safety
+/// The CPU can run `V`. The length is a multiple of 8.
+#[inline(always)]
+pub(super) unsafe fn sink<V: Lanes>(m: f32, l: &mut f32, o: &mut [f32], sink: f32) {
+    assert!(o.len().is_multiple_of(8));
+    let top = if sink > m { sink } else { m };
+    // SAFETY: the caller's promise; i + 8 <= length.
+    unsafe {
+        let (a, b) = (exp2(V::splat(m - top)), exp2(V::splat(sink - top)));
+        for i in (0..o.len()).step_by(8) {
+            a.mul(V::load(o.as_ptr().add(i))).store(o.as_mut_ptr().add(i));
+        }
+        *l = a.fma(V::splat(*l), b).to_array()[0];
+    }
 }
 
 /// `o /= l`.

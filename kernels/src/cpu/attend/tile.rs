@@ -82,6 +82,9 @@ pub(super) struct Group<'a> {
     pub order: Rows<'a>,
     pub window: Option<usize>,
     pub scale: f32,
+    pub cap: Option<f32>,
+    /// Of the group's heads, `[heads]`, or empty.
+    pub sinks: &'a [f32],
 }
 
 impl Group<'_> {
@@ -98,6 +101,22 @@ impl Group<'_> {
     /// Factor on queries. Scores in powers of two save the exponential a multiplication.
     pub fn scale(&self) -> f32 {
         self.scale * std::f32::consts::LOG2_E
+    }
+
+    /// Cap of the scores as they are in a state, in powers of two.
+    fn cap(&self) -> Option<f32> {
+        self.cap.map(|cap| cap * std::f32::consts::LOG2_E)
+    }
+
+    /// Caps the scores of vectors of a state, if there is a cap.
+    ///
+    /// # Safety
+    /// The CPU can run `V`; there are these vectors.
+    pub unsafe fn cap_scores<V: Loops>(&self, s: &State, vectors: Range<usize>) {
+        if let Some(cap) = self.cap() {
+            // SAFETY: the caller's promise.
+            unsafe { V::cap(vectors.len(), cap, s.tile(vectors.start)) }
+        }
     }
 
     /// Last token that a row sees, in the order of the tokens that it sees.
@@ -432,7 +451,9 @@ impl<E: Element> Storage for E {
                 for (first, len) in s.tiles() {
                     let t = s.tile(first);
                     match len {
-                        _ if !(full || g.full(first / g.heads, (first + len - 1) / g.heads, start)) => {
+                        _ if g.cap.is_some()
+                            || !(full || g.full(first / g.heads, (first + len - 1) / g.heads, start)) =>
+                        {
                             weigh_seen::<V>(g, s, start, first..first + len);
                         }
                         1 => V::weigh_all::<1>(t),
@@ -497,11 +518,13 @@ unsafe fn two_scores_of<V: Loops, E: Element, const AHEAD: bool>(
     }
 }
 
-/// Softmax of single vectors over what they see of a block.
+/// Softmax of single vectors over what they see of a block, under the cap.
 ///
 /// # Safety
 /// As [`Storage::block`]; scores of these vectors are there.
 unsafe fn weigh_seen<V: Loops>(g: &Group, s: &State, start: usize, vectors: Range<usize>) {
+    // SAFETY: the caller's promise.
+    unsafe { g.cap_scores::<V>(s, vectors.clone()) };
     for v in vectors {
         let sees = g.sees_of(v / g.heads, start);
         if !sees.is_empty() {
@@ -576,7 +599,8 @@ pub(super) unsafe fn all_scores<V: Loops, E: Element>(
         // SAFETY: as the caller's; offsets stay in the arrays because first + len <= vectors.
         unsafe {
             let (q, t) = (s.q.add(first * s.all.d), s.tile(first));
-            let full = full || g.full(first / g.heads, (first + len - 1) / g.heads, start);
+            // A cap comes between the scores and the softmax.
+            let full = g.cap.is_none() && (full || g.full(first / g.heads, (first + len - 1) / g.heads, start));
             if first == 0 && k != next {
                 scores_of::<V, E, true>(len, q, k, next.cast(), full, t);
             } else {

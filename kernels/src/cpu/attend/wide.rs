@@ -454,4 +454,16 @@ impl Loops for Avx512 {
         // SAFETY: see `scores`.
         unsafe { loops::normalize::<Avx2>(l, o) }
     }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+    unsafe fn cap(vectors: usize, cap: f32, t: Tile) {
+        // SAFETY: see `scores`.
+        unsafe { loops::cap::<Avx2>(vectors, cap, t) }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+    unsafe fn sink(m: f32, l: &mut f32, o: &mut [f32], sink: f32) {
+        // SAFETY: see `scores`.
+        unsafe { loops::sink::<Avx2>(m, l, o, sink) }
+    }
 }

@@ -105,7 +105,7 @@ impl Guessing {
     ) -> Result<(), CudaError> {
         let guess = model.guess.as_ref().expect("a head");
         if let (HeadKind::Block { .. }, Some(embed)) = (&guess.head.kind, &model.embed) {
-            return linear.embed(embed, numbers[0], None, x, m);
+            return linear.embed(embed, numbers[0], None, 1.0, x, m);
         }
         if let (true, Some(fuse)) = (fused, &guess.fuse) {
             ops.rows(self.fed.ptr(), None, fuse.k, &self.input, m)?;
@@ -117,7 +117,7 @@ impl Guessing {
         };
         let hidden = embed.k;
         let [tokens, positions] = numbers;
-        linear.embed(embed, tokens, None, self.embedding.ptr(), m)?;
+        linear.embed(embed, tokens, None, 1.0, self.embedding.ptr(), m)?;
         let half = |x: DevicePtr, input: &Input| Half { x, norm: input.norm() };
         let (embedding, state) = (half(self.embedding.ptr(), embed_norm), half(x, state_norm));
         let join = Join { embedding, state, state_first: false, order: None, zero_first: None };

@@ -78,7 +78,7 @@ impl Forward {
     }
 
     pub(super) fn attend(&mut self, layer: usize, plan: &Plan, m: usize) {
-        let Attn::Gqa { heads, kv_heads, head_dim, scale, window, .. } = self.file.spec().layers[layer].attn;
+        let Attn::Gqa { heads, kv_heads, head_dim, scale, window, cap, .. } = self.file.spec().layers[layer].attn;
         let stride = (heads + 2 * kv_heads) * head_dim;
         self.bufs.attended.resize(m * heads * head_dim, 0.0);
         let mut row = 0;
@@ -89,7 +89,7 @@ impl Forward {
             chunks.push(attend::Chunk { q, stride, rows, pos0: c.start, table: c.blocks, mask: c.mask });
             row += rows;
         }
-        let params = Params { layer, heads, scale, window };
+        let params = Params { layer, heads, scale, window, cap, sinks: &self.layers[layer].sinks };
         self.regions += 1;
         let (scratch, out) = (&mut self.bufs.attend, &mut self.bufs.attended);
         // SAFETY: `&mut self`: this step is the only one, and its appends ended with the last region.
@@ -115,7 +115,7 @@ impl Forward {
         self.add_linear(&w, layer, Half::Attention);
     }
 
-    /// `x += w * acts + bias`, of one half of a layer.
+    /// `x += w * acts + bias`, of one half of a layer, or `x += norm(w * acts + bias)`.
     pub(super) fn add_linear(&mut self, w: &TensorView, layer: usize, half: Half) {
         let hidden = w.n;
         let tensors = &self.layers[layer];
@@ -123,6 +123,39 @@ impl Forward {
             Half::Attention => (&self.bufs.acts, &tensors.o_bias),
             Half::Mlp => (&self.bufs.inner, &tensors.block().down_bias),
         };
+        if let Some(norm) = match half {
+            Half::Attention => &tensors.attn_out,
+            Half::Mlp => &tensors.mlp_out,
+        } {
+            let m = acts.m();
+            let from = &mut self.bufs.half;
+            from.resize(m * hidden, 0.0);
+            let out = Disjoint::new(from);
+            let store = |row: usize, at: usize, tile: &[f32]| {
+                // SAFETY: a unit writes its own panel of its own rows.
+                let to = unsafe { out.part(row * hidden + at..row * hidden + at + tile.len()) };
+                to.copy_from_slice(tile);
+                add_bias(to, bias, at);
+            };
+            let mut run = Linear {
+                isa: self.isa,
+                mode: self.mode,
+                team: &self.team,
+                regions: &mut self.regions,
+                threads: &mut self.bufs.threads,
+            };
+            run.linears(std::slice::from_ref(w), acts, &store);
+            let (simd, from, x) = (self.simd, &self.bufs.half, Disjoint::new(&mut self.bufs.x));
+            let threads = PerThread::new(&mut self.bufs.threads);
+            return Self::rows(&self.team, &mut self.regions, m, &|t, row| {
+                let part = row * hidden..(row + 1) * hidden;
+                // SAFETY: `rows` gives each thread its own number, and each row to one call only.
+                let (buf, to) = unsafe { (threads.get(t), x.part(part.clone())) };
+                buf.row.resize(hidden, 0.0);
+                norm.norm(simd, &from[part], &mut buf.row);
+                ops::add(simd, to, &buf.row);
+            });
+        }
         let (simd, x) = (self.simd, Disjoint::new(&mut self.bufs.x));
         let add = |row: usize, at: usize, tile: &[f32]| {
             // SAFETY: a unit adds to its own panel of its own rows.

@@ -11,6 +11,7 @@ use super::{Forward, Readers, guess::Guess, linear::Linear, tensors::Input};
 use crate::{
     cpu::{
         lanes::Simd,
+        ops,
         survey::{Ask, survey},
     },
     exec::{Chunk, ChunkOutput, Output, Plan, spread},
@@ -151,9 +152,19 @@ impl Forward {
         let w = self.head.as_ref().expect("whatever has layers has it").view();
         let Heads { rows, logits, max, more, .. } = &mut self.bufs.heads;
         let (logits, max, more) = (Disjoint::new(logits), Disjoint::new(max), Disjoint::new(more));
-        let (simd, rows) = (self.simd, &*rows);
+        let (simd, rows, cap) = (self.simd, &*rows, self.file.spec().logit_cap);
         let store = |row: usize, at: usize, tile: &[f32]| {
             assert!(at.is_multiple_of(PANEL), "a survey is of a whole panel");
+            let mut capped = [0.0; PANEL];
+            let tile = match cap {
+                None => tile,
+                Some(cap) => {
+                    let capped = &mut capped[..tile.len()];
+                    capped.copy_from_slice(tile);
+                    ops::soft_cap(simd, capped, cap);
+                    capped
+                }
+            };
             let row = &rows[row];
             let Some(kept) = row.kept else {
                 return row.best.offer(survey(simd, Ask::Max, at as u32, tile).max, at, tile);

@@ -67,6 +67,8 @@ struct Buffers {
     qkv: Vec<f32>,
     /// Attention's output, `[m][q]`.
     attended: Vec<f32>,
+    /// What a half of a layer gives, where a norm is behind it, `[m][hidden]`.
+    half: Vec<f32>,
     /// Input of the next linear layer.
     acts: Acts,
     /// Input of the down projection.
@@ -269,7 +271,7 @@ impl Forward {
     fn embed(&mut self, plan: &Plan) {
         let table = self.embed.as_ref().expect("whatever reads tokens has it").view();
         let positions = self.positions.map(|t| self.file.view(t));
-        let hidden = table.k;
+        let (hidden, scale) = (table.k, self.file.spec().embed_scale);
         let place = |c: &super::Chunk, i: usize| (c.tokens[i] as usize, c.position(i));
         let places = plan.chunks.iter().flat_map(|c| (0..c.tokens.len()).map(move |i| place(c, i)));
         let places: Vec<(usize, usize)> = places.collect();
@@ -281,6 +283,9 @@ impl Forward {
             let out = unsafe { x.part(row * hidden..(row + 1) * hidden) };
             let (token, position) = places[row];
             embed_row(&table, token, out);
+            if let Some(scale) = scale {
+                ops::scale(simd, out, scale);
+            }
             if let Some(positions) = &positions {
                 // SAFETY: `rows` gives each thread its own number.
                 let buf = unsafe { threads.get(t) };

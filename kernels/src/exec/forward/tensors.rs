@@ -26,13 +26,19 @@ pub(super) struct LayerTensors {
     pub qkv_bias: Vec<f32>,
     /// Weights of the norms of q's and k's heads, `[head_dim]` each, and eps.
     pub qk_norm: Option<([Vec<f32>; 2], f32)>,
+    /// A score without a value of each query head, `[heads]`, or empty.
+    pub sinks: Vec<f32>,
     /// Index of the [`Angles`].
     pub rope: Option<usize>,
     pub o_order: Vec<u32>,
     pub o: usize,
     pub o_bias: Vec<f32>,
+    /// Norm of what attention gives.
+    pub attn_out: Option<Input>,
     pub mlp_in: Input,
     pub mlp: MlpTensors,
+    /// Norm of what the MLP gives.
+    pub mlp_out: Option<Input>,
 }
 
 /// The feed-forward half of a layer.
@@ -86,7 +92,8 @@ impl LayerTensors {
         let name = |name: &str| format!("layers.{i}.{name}");
         let at = |tensor: &str| index(file, &name(tensor));
         let bias = |there: bool, tensor: &str| if there { vector(file, &name(tensor)) } else { vec![] };
-        let Attn::Gqa { head_dim, ref rope, ref qk_norm, qkv_bias, o_bias, attn_order, o_order, .. } = layer.attn;
+        let Attn::Gqa { head_dim, ref rope, ref qk_norm, sinks, qkv_bias, o_bias, attn_order, o_order, .. } =
+            layer.attn;
         let block = |gated: bool, act, biased: bool| {
             MlpTensors::One(Block {
                 gate: gated.then(|| at("gate")),
@@ -122,17 +129,21 @@ impl LayerTensors {
             }
         };
         let order = |there: bool, tensor: &str| there.then(|| name(tensor));
+        let after = |norm: &Option<Norm>, tensor: &str| norm.as_ref().map(|n| Input::new(file, &name(tensor), n, None));
         LayerTensors {
             attn_in: Input::new(file, &name("attn_norm"), &layer.attn_norm, order(attn_order, "attn_order")),
             qkv: ["q", "k", "v"].map(at),
             qkv_bias: ["q_bias", "k_bias", "v_bias"].map(|b| bias(qkv_bias, b)).concat(),
             qk_norm: qk_norm.as_ref().map(|n| (["q_norm", "k_norm"].map(|w| vector(file, &name(w))), n.eps())),
+            sinks: bias(sinks, "sinks"),
             rope: rope.as_ref().map(|rope| Angles::of(angles, rope, head_dim)),
             o_order: order(o_order, "o_order").map_or(vec![], |o| columns(file, &o)),
             o: at("o"),
             o_bias: bias(o_bias, "o_bias"),
+            attn_out: after(&layer.attn_post_norm, "attn_post_norm"),
             mlp_in: Input::new(file, &name("mlp_norm"), &layer.mlp_norm, order(mlp_order, "mlp_order")),
             mlp,
+            mlp_out: after(&layer.mlp_post_norm, "mlp_post_norm"),
         }
     }
 }

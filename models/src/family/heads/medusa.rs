@@ -68,6 +68,8 @@ pub(super) fn plan(config: &Value, tensors: &dyn Tensors, model: &ModelSpec) -> 
         tied_head: false,
         head_order: false,
         positions: None,
+        embed_scale: None,
+        logit_cap: None,
         draft_head: Some(guesses),
     };
     // Beside the whole model in some checkpoints.
