@@ -7,7 +7,7 @@ use quern_kernels::{
     exec::{Chunk, Executor, Mask, Output, Plan, block_bytes},
     sample::SamplingParams,
 };
-use quern_models::ModelFile;
+use quern_models::{ModelFile, TensorInfo, spec::Mlp};
 
 /// One thing to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,8 +108,8 @@ pub fn measure(
     let mean = samples.iter().sum::<f64>() / samples.len() as f64;
     let variance = samples.iter().map(|s| (s - mean) * (s - mean)).sum::<f64>() / samples.len() as f64;
     // One step reads the weights once and each sequence's cache up to the middle of the generation.
-    let step =
-        weight_bytes(file) + test.batch as f64 * kv_bytes(file, kv) * (test.depth as f64 + test.tokens as f64 / 2.0);
+    let step = weight_bytes(file, test.batch)
+        + test.batch as f64 * kv_bytes(file, kv) * (test.depth as f64 + test.tokens as f64 / 2.0);
     let bytes_per_second = test.generate.then(|| step * median / test.batch as f64);
     // A prompt computes the head once a step, for its last token.
     let (layers, head) = macs(file);
@@ -197,18 +197,29 @@ fn generate(
     Ok(())
 }
 
-/// Bytes of weights that a step reads: everything but an embedding of its own, of which a row is taken.
-fn weight_bytes(file: &ModelFile) -> f64 {
-    let read = |t: &&quern_models::TensorInfo| t.name != "embed" || file.spec().tied_head;
-    file.tensors().iter().filter(read).map(|t| t.len as f64).sum()
+/// Bytes of weights that a step of so many tokens reads: everything but an embedding of its own, of which a row is taken;
+/// of experts as many as are picked, if each is as often.
+fn weight_bytes(file: &ModelFile, tokens: usize) -> f64 {
+    let read = |t: &&TensorInfo| t.name != "embed" || file.spec().tied_head;
+    let share = |t: &TensorInfo| 1.0 - (1.0 - picked(file, t)).powi(tokens as i32);
+    file.tensors().iter().filter(read).map(|t| t.len as f64 * share(t)).sum()
+}
+
+/// The share of tokens that a tensor is for: less than one of an expert's.
+fn picked(file: &ModelFile, tensor: &TensorInfo) -> f64 {
+    let layer = tensor.name.split_once(".experts.").and_then(|(layer, _)| layer.strip_prefix("layers.")?.parse().ok());
+    match layer.and_then(|i: usize| file.spec().layers.get(i)).map(|l| &l.mlp) {
+        Some(&Mlp::Experts { experts, top, .. }) => top as f64 / experts as f64,
+        _ => 1.0,
+    }
 }
 
 /// Multiply-adds of one token in the linear layers, and in the head.
 fn macs(file: &ModelFile) -> (f64, f64) {
-    let size = |t: &quern_models::TensorInfo| t.dims.iter().map(|&d| d as f64).product::<f64>();
+    let size = |t: &TensorInfo| t.dims.iter().map(|&d| d as f64).product::<f64>() * picked(file, t);
     let matrices = || file.tensors().iter().filter(|t| t.dims.len() == 2);
     let head = if file.spec().tied_head { "embed" } else { "head" };
-    let aside = |t: &&quern_models::TensorInfo| !["embed", "head", "positions"].contains(&t.name.as_str());
+    let aside = |t: &&TensorInfo| !["embed", "head", "positions"].contains(&t.name.as_str());
     (matrices().filter(aside).map(size).sum(), matrices().filter(|t| t.name == head).map(size).sum())
 }
 
