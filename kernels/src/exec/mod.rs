@@ -137,7 +137,9 @@ impl Output<'_> {
     pub(crate) fn from(&self, rows: usize) -> usize {
         match self {
             Output::None => rows,
-            Output::Tokens { from, .. } | Output::Logits { from } | Output::Own { from } | Output::Hidden { from } => *from,
+            Output::Tokens { from, .. } | Output::Logits { from } | Output::Own { from } | Output::Hidden { from } => {
+                *from
+            }
         }
     }
 }
