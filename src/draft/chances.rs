@@ -21,6 +21,13 @@ pub enum Source {
     Sure,
 }
 
+impl Source {
+    /// A small model or a head.
+    fn is_written(self) -> bool {
+        matches!(self, Source::Model | Source::Sure)
+    }
+}
+
 /// A source, and how sure it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
@@ -103,24 +110,28 @@ pub struct Chances {
     weight: f64,
     /// What is left of older counts at each try.
     keeps: f64,
+    /// The same of what a small model or a head writes: how often that is right depends less on the text than on the
+    /// head, and whether to ask it at all depends on this alone, so that chance should not have much to say.
+    written: (f64, f64),
 }
 
 impl Chances {
     /// Counts of all requests.
     pub fn of_all() -> Chances {
-        Chances { rates: [Rate::default(); SOURCES * BUCKETS], weight: 10.0, keeps: 0.998 }
+        Chances { rates: [Rate::default(); SOURCES * BUCKETS], weight: 10.0, keeps: 0.998, written: (10.0, 0.998) }
     }
 
     /// Counts of one request, whose text may change its kind.
     pub fn of_one() -> Chances {
-        Chances { rates: [Rate::default(); SOURCES * BUCKETS], weight: 4.0, keeps: 0.95 }
+        Chances { rates: [Rate::default(); SOURCES * BUCKETS], weight: 4.0, keeps: 0.95, written: (16.0, 0.98) }
     }
 
     /// A guess was right, or not.
     pub fn note(&mut self, place: Place, right: bool) {
+        let keeps = if place.source.is_written() { self.written.1 } else { self.keeps };
         let rate = &mut self.rates[place.index()];
-        rate.right = rate.right * self.keeps + f64::from(right);
-        rate.tried = rate.tried * self.keeps + 1.0;
+        rate.right = rate.right * keeps + f64::from(right);
+        rate.tried = rate.tried * keeps + 1.0;
     }
 
     /// Forgets a part of what was counted, so that what has never been right lately is tried again.
@@ -128,6 +139,17 @@ impl Chances {
         for rate in &mut self.rates {
             rate.right *= 0.9;
             rate.tried *= 0.9;
+        }
+    }
+
+    /// A small model or a head was not asked: what is known of it is that much older.
+    pub fn rest(&mut self) {
+        let keeps = 1.0 - (1.0 - self.written.1) / 2.0;
+        for source in [Source::Model, Source::Sure] {
+            for rate in &mut self.rates[source as usize * BUCKETS..][..BUCKETS] {
+                rate.right *= keeps;
+                rate.tried *= keeps;
+            }
         }
     }
 
@@ -144,7 +166,8 @@ impl Chances {
 
     fn or(&self, place: Place, start: f64) -> f64 {
         let rate = self.rates[place.index()];
-        (rate.right + self.weight * start) / (rate.tried + self.weight)
+        let weight = if place.source.is_written() { self.written.0 } else { self.weight };
+        (rate.right + weight * start) / (rate.tried + weight)
     }
 }
 

@@ -4,14 +4,42 @@
 /// as it is now, with whatever else runs on it.
 ///
 /// A time is `scale * ratio[rows]`. The scale follows every step quickly, because contexts grow and clocks change; a
-/// ratio changes slowly, where steps of different sizes alternate.
+/// ratio changes slowly, where steps of different sizes alternate. No ratio stays for good: a size that is not made any
+/// more because it was found slow, once or long ago, comes back to what is supposed of it, and is tried again.
 #[derive(Debug, Clone)]
 pub struct Times {
     /// Seconds of a step of one row; 0 before the first step.
     scale: f64,
     /// Of steps of 1, 2 ... rows, where one was measured.
-    ratios: [Option<f64>; KNOWN],
+    ratios: [Option<Ratio>; KNOWN],
+    /// Steps since the last one of one row.
+    since: usize,
 }
+
+/// What is known of steps of so many rows.
+#[derive(Debug, Clone, Copy)]
+struct Ratio {
+    ratio: f64,
+    /// How many were measured, up to [`MANY`].
+    count: f64,
+    /// Steps of other sizes since the last one.
+    idle: usize,
+}
+
+/// A ratio changes by the last one's share of so many measurements.
+const MANY: f64 = 10.0;
+
+/// A step counts as at most so many times as slow or as fast as expected: somebody may have had the machine meanwhile.
+const AT_MOST: f64 = 1.5;
+
+/// Ratios are measured while there was a step of one row not longer ago than so many steps: what changes in a run of
+/// larger ones is the machine, as far as one can tell.
+const LATELY: usize = 16;
+
+/// A size that was not made for so many steps may be another one by now: so much is left, after each further step, of
+/// what its ratio is above what is supposed.
+const IDLE: usize = 256;
+const KEPT: f64 = 0.998;
 
 /// Rows up to which times are measured; beyond they go on as they went up to there.
 const KNOWN: usize = 64;
@@ -22,8 +50,8 @@ const GUESSED: f64 = 0.08;
 impl Default for Times {
     fn default() -> Times {
         let mut ratios = [None; KNOWN];
-        ratios[0] = Some(1.0);
-        Times { scale: 0.0, ratios }
+        ratios[0] = Some(Ratio { ratio: 1.0, count: MANY, idle: 0 });
+        Times { scale: 0.0, ratios, since: 0 }
     }
 }
 
@@ -38,13 +66,27 @@ impl Times {
             self.scale = seconds / ratio;
             return;
         }
-        // Somebody else had the machine for a moment.
-        let seen = (seconds / self.scale).min(4.0 * ratio);
-        if rows > 1 {
-            let known = &mut self.ratios[rows - 1];
-            *known = Some(known.map_or(seen, |known| known + (seen - known) * 0.1));
+        let seen = (seconds / self.scale).clamp(ratio / AT_MOST, ratio * AT_MOST);
+        self.since = if rows == 1 { 0 } else { self.since + 1 };
+        for (i, known) in self.ratios.iter_mut().enumerate().skip(1) {
+            let supposed = 1.0 + GUESSED * i as f64;
+            let Some(known) = known.as_mut().filter(|_| i + 1 != rows) else { continue };
+            known.idle += 1;
+            if known.idle > IDLE && known.ratio > supposed {
+                known.ratio = supposed + (known.ratio - supposed) * KEPT;
+            }
         }
-        self.scale += (seen / self.ratio(rows) - 1.0) * self.scale * 0.2;
+        let mut follows = 1.0;
+        if rows > 1 && self.since <= LATELY {
+            let known = self.ratios[rows - 1].get_or_insert(Ratio { ratio, count: 0.0, idle: 0 });
+            known.idle = 0;
+            // What is supposed counts as one measurement.
+            known.count = (known.count + 1.0).min(MANY);
+            follows = (known.count - 1.0) / (MANY - 1.0);
+            known.ratio += (seen - ratio) / (known.count + 1.0);
+        }
+        // What a size that is hardly known takes says little about the others.
+        self.scale += (seen / self.ratio(rows) - 1.0) * self.scale * 0.2 * follows;
     }
 
     /// A time in steps of one row.
@@ -61,7 +103,7 @@ impl Times {
     /// Time of a step of so many rows in steps of one row.
     pub fn ratio(&self, rows: usize) -> f64 {
         let rows = rows.max(1);
-        let known = |rows: &usize| self.ratios[rows - 1].map(|ratio| (*rows as f64, ratio));
+        let known = |rows: &usize| self.ratios[rows - 1].map(|known| (*rows as f64, known.ratio));
         let at = rows as f64;
         let Some(below) = (1..=rows.min(KNOWN)).rev().find_map(|rows| known(&rows)) else { return 1.0 };
         if below.0 == at {
@@ -157,12 +199,40 @@ pub fn depth(
 mod tests {
     use super::*;
 
+    /// Of steps of which each row more takes so much.
+    fn measured(each: f64) -> Times {
+        let mut times = Times::default();
+        for _ in 0..200 {
+            for rows in (2..=16).flat_map(|rows| [1, rows]) {
+                times.note(rows, 1.0 + each * (rows as f64 - 1.0));
+            }
+        }
+        times
+    }
+
+    /// Nothing that was measured once is believed for ever, and nothing is learned of a size from steps of that size alone.
+    #[test]
+    fn a_slow_step_is_no_end() {
+        let mut times = measured(0.2);
+        for _ in 0..20 {
+            [1.0, 9.0].into_iter().zip([1, 2]).for_each(|(seconds, rows)| times.note(rows, seconds));
+        }
+        assert!(times.ratio(2) > 2.0, "{}", times.ratio(2));
+        (0..5000).for_each(|_| times.note(1, 1.0));
+        assert!(times.ratio(2) < 1.1, "{}", times.ratio(2));
+        let mut times = measured(0.2);
+        for i in 0..3000 {
+            times.note(3, if i % 50 == 0 { 4.0 } else { 1.4 });
+        }
+        assert!((times.ratio(3) / 1.4 - 1.0).abs() < 0.05, "{}", times.ratio(3));
+    }
+
     #[test]
     fn times_are_learned() {
         let mut times = Times::default();
         assert!((times.ratio(1), times.ratio(11)) == (1.0, 1.0 + 10.0 * GUESSED));
         let real = |rows: usize| 0.005 * (1.0 + 0.3 * (rows as f64 - 1.0));
-        for _ in 0..50 {
+        for _ in 0..100 {
             [1, 5, 2, 9].into_iter().for_each(|rows| times.note(rows, real(rows)));
         }
         for rows in [1, 2, 3, 5, 7, 9, 30, 100] {
@@ -183,10 +253,7 @@ mod tests {
 
     #[test]
     fn guesses_are_worth_what_they_bring() {
-        let mut times = Times::default();
-        for rows in 1..=16 {
-            times.note(rows, 1.0 + 0.2 * (rows as f64 - 1.0));
-        }
+        let times = measured(0.2);
         let of = |rows, answers, offers: &[&[f64]]| {
             let offers: Vec<Vec<f64>> = offers.iter().map(|o| o.to_vec()).collect();
             lengths(&times, rows, answers, 64, &offers)
@@ -210,8 +277,7 @@ mod tests {
 
     #[test]
     fn a_small_model_writes_as_much_as_pays() {
-        let mut times = Times::default();
-        (1..=16).for_each(|rows| times.note(rows, 1.0 + 0.2 * (rows as f64 - 1.0)));
+        let times = measured(0.2);
         let each = |pass: f64| move |depth: usize| pass * depth as f64;
         let of = |pass, chance: f64| depth(&times, 1, 1, 64, each(pass), 1.0, &[vec![chance; 16]]);
         assert_eq!(of(0.0, 0.9), lengths(&times, 1, 1, 64, &[vec![0.9; 16]])[0]);

@@ -49,6 +49,7 @@ pub struct Tree {
     nodes: Vec<Node>,
     /// Where the deepest level begins.
     level: usize,
+    levels: usize,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -63,7 +64,7 @@ struct Node {
 impl Tree {
     /// Nothing yet.
     pub fn new(limits: Limits) -> Tree {
-        Tree { limits, nodes: vec![], level: 0 }
+        Tree { limits, nodes: vec![], level: 0, levels: 0 }
     }
 
     /// How far it grows.
@@ -74,6 +75,11 @@ impl Tree {
     /// A node's token and what it hangs on.
     pub fn node(&self, i: usize) -> (u32, Option<usize>) {
         (self.nodes[i].token, self.nodes[i].parent)
+    }
+
+    /// Levels that there are.
+    pub fn levels(&self) -> usize {
+        self.levels
     }
 
     /// Goes on with a new level: under each of `parents` (`None`: the text) what may follow it, the likeliest first.
@@ -90,6 +96,7 @@ impl Tree {
             }
         }
         self.level = level;
+        self.levels += 1;
     }
 
     /// The nodes of the deepest level that get children, the best first, at most `most`.

@@ -58,6 +58,9 @@ pub(super) struct Ahead {
 /// A guess of which not as many are right as one in twenty is never worth a look.
 const LEAST: f64 = 0.05;
 
+/// How sure a head is where it is very sure.
+const SURE: f64 = 0.9;
+
 /// Guesses of one sequence in a tree whose size nobody asked for.
 const MOST_AT_ONCE: usize = 32;
 
@@ -67,8 +70,23 @@ pub(super) struct Written {
     pub tree: Tree,
     /// Rows that it may have.
     pub room: usize,
-    /// Levels that were wanted.
-    pub depth: usize,
+}
+
+/// Whether guesses that cost nothing bring a text at most as many tokens in its time as those that are written, by the chances of
+/// both.
+fn said_pays_no_more(times: &Times, pass: f64, at_once: bool, said: Vec<f64>, written: Vec<f64>) -> bool {
+    let fastest = |chances: &[f64], cost: f64, each: f64| {
+        let (mut value, mut tokens, mut best) = (1.0, 1.0, 1.0 / times.ratio(1));
+        for (i, chance) in chances.iter().enumerate() {
+            value *= chance;
+            tokens += value;
+            let time = times.ratio(i + 2) + cost + each * (i + 1) as f64;
+            best = f64::max(best, tokens / time);
+        }
+        best
+    };
+    let (cost, each) = if at_once { (pass, 0.0) } else { (0.0, pass) };
+    said.is_empty() || fastest(&said, 0.0, 0.0) <= fastest(&written, cost, each)
 }
 
 /// Where guesses come from that are written.
@@ -123,18 +141,34 @@ impl Guesser {
         }
         let rows = answers + scheduler.prompts().min(budget.mixed);
         self.step = (rows, answers);
-        if let Some(Ability { pass, at_once, branches, .. }) = self.writer.filter(|_| !writing.is_empty()) {
-            // Before the first one: as if it were a fifth of a step.
-            let pass = if pass > 0.0 { self.times.relative(pass) } else { 0.2 };
+        if let Some(writer) = self.writer.filter(|_| !writing.is_empty()) {
+            let (pass, Ability { at_once, branches, .. }) = (self.pass(writer), writer);
             let cost = |depth: usize| if at_once { pass } else { pass * depth as f64 };
             let checked = if branches { self.checked } else { 1.0 };
-            let depth = depth(&self.times, rows, answers, budget.logits, cost, checked, &written);
+            let pays = |checked, offers: &_| depth(&self.times, rows, answers, budget.logits, cost, checked, offers);
+            let depth = pays(checked, &written);
+            // A tree goes on where its head is sure of what it has.
+            let deepest = if depth > 0 && !at_once {
+                let sure = written.iter().map(|offer: &Vec<f64>| {
+                    let first = offer.first().map(|chance| chance.max(SURE));
+                    first.into_iter().chain(offer.iter().skip(1).copied()).collect()
+                });
+                depth.max(pays(1.0, &sure.collect::<Vec<Vec<f64>>>()))
+            } else {
+                depth
+            };
             let each = pass / writing.len() as f64;
             for id in writing {
                 let Some(guess) = guesses.get_mut(&id) else { continue };
-                guess.to_write = guess.to_write.min(depth);
+                guess.to_write = guess.to_write.min(if guess.shape.is_some() { deepest } else { depth });
                 if let (Some(limits), Some(active)) = (&mut guess.shape, active.get(&id)) {
                     self.limit(limits, guess.to_write, each, &active.ahead().chances);
+                }
+            }
+            if depth == 0 {
+                self.chances.rest();
+                for id in &ids {
+                    active.get_mut(id).into_iter().for_each(|active| active.ahead_mut().chances.rest());
                 }
             }
             // What is written is not looked up; what is not worth a pass may be worth a look.
@@ -151,11 +185,17 @@ impl Guesser {
         guesses
     }
 
+    /// What a pass of the writer costs, in steps of one row; before the first one as if it were a fifth.
+    fn pass(&self, writer: Ability) -> f64 {
+        if writer.pass > 0.0 { self.times.relative(writer.pass) } else { 0.2 }
+    }
+
     /// Limits a tree with paths of `depth` to what can pay: `pass` is what a pass of the writer costs, in steps of one
     /// row, where it serves many its share.
     fn limit(&self, limits: &mut Limits, depth: usize, pass: f64, chances: &Chances) {
         let (rows, answers) = self.step;
         let at_once = self.writer.is_none_or(|writer| writer.at_once);
+        let second = chances.of(Place::new(Source::Model, 2), &self.chances);
         // A guess must bring in its time what the step brings without guesses, at least.
         let speed = answers as f64 / self.times.ratio(rows);
         let floor = (self.times.slope(rows) * speed).clamp(LEAST, 1.0);
@@ -167,7 +207,8 @@ impl Guesser {
             nodes: limits.nodes.min(depth * side_by_side).min(usual).min(MOST_AT_ONCE),
             width: side_by_side.clamp(1, MOST_WIDTH),
             floor,
-            expand: if at_once { floor } else { floor.max(pass * speed) },
+            // What follows must bring the time of a pass and of its row.
+            expand: if at_once { floor } else { ((pass * speed + floor) / second.max(floor)).max(floor) },
             sure: Some(chances.sure(&self.chances)),
         };
     }
@@ -188,8 +229,8 @@ impl Guesser {
         let values: Vec<Vec<f64>> = trees.iter().map(free).collect();
         let (rows, answers) = self.step;
         let counts = worth(&self.times, rows + others, answers, most, &values);
-        let choose = |(Written { id, tree, room, depth }, count): (Written, usize)| {
-            let free = tree.limits().sure.is_some();
+        let choose = |(Written { id, tree, room }, count): (Written, usize)| {
+            let (free, depth) = (tree.limits().sure.is_some(), tree.levels());
             let mut guess = tree.best(if free { count } else { room }, self.leaves);
             guess.to_write = depth;
             if free {
@@ -233,8 +274,10 @@ impl Guesser {
         if let Some(writer) = self.writer.filter(|writer| guided && method.allows(writer.method)) {
             let chance = |place: Place| ahead.chances.of(place, &self.chances);
             let to_write = most.min(writer.most).min(writer.context.saturating_sub(text.len()));
-            // What was said before is free, and taken where it is as sure.
-            if guess.places.first().is_none_or(|&first| chance(first) < chance(Place::new(Source::Model, 1))) {
+            // What was said before costs no pass.
+            let said = guess.places.iter().map(|&place| chance(place)).collect();
+            let written = written_places(to_write).map(chance).collect();
+            if said_pays_no_more(&self.times, self.pass(writer), writer.at_once, said, written) {
                 guess.to_write = to_write;
                 guess.shape = self.shape(active, to_write, writer);
             }

@@ -5,12 +5,22 @@
 //! some rows more; only new rows go through the output head, which is most of the work.
 
 use quern_kernels::{
-    exec::{Chunk, ChunkOutput, MOST_MASKED, Mask, Output, tree_mask},
+    exec::{Chunk, ChunkOutput, MOST_MASKED, Mask, Output, spread, tree_mask},
     sample::{History, SamplingParams, choices},
 };
 
 use super::writer::Asked;
 use crate::draft::{Limits, Tree};
+
+/// Tokens of a head.
+#[derive(Clone, Copy)]
+pub(super) struct Vocab<'a> {
+    /// How many the head has, and the model.
+    pub own: usize,
+    pub model: usize,
+    /// The model's token of each of its own; empty: they are the same.
+    pub tokens: &'a [u32],
+}
 
 /// A tree, and the rows of its nodes that have got children.
 pub(super) struct Growing {
@@ -52,7 +62,7 @@ impl Growing {
 
     /// Takes what was computed: logits of the new rows, `[rows][vocab]`, at first of the text's last one, and what all
     /// rows gave for the next.
-    pub fn take(&mut self, output: ChunkOutput, own: Vec<f32>, vocab: usize) {
+    pub fn take(&mut self, output: ChunkOutput, own: Vec<f32>, vocab: Vocab) {
         let ChunkOutput::Logits(mut logits) = output else { return self.left = 0 };
         let new: Vec<Option<usize>> = match self.rows.len() {
             0 => vec![None],
@@ -60,8 +70,8 @@ impl Growing {
         };
         let choices: Vec<Vec<(u32, f64)>> = new
             .iter()
-            .zip(logits.chunks_exact_mut(vocab))
-            .map(|(&node, logits)| self.choices(logits, &self.path(node), 0))
+            .zip(logits.chunks_exact_mut(vocab.own))
+            .map(|(&node, logits)| self.choices(logits, &self.path(node), 0, vocab))
             .collect();
         self.tree.grow(new.into_iter().zip(choices.iter().map(|choices| &choices[..])));
         (if self.rows.is_empty() { &mut self.root } else { &mut self.own }).clone_from(&own);
@@ -69,11 +79,11 @@ impl Growing {
     }
 
     /// Takes the logits of all positions, `[guesses][vocab]`, of which each is guessed by itself.
-    pub fn take_all(&mut self, output: ChunkOutput, vocab: usize) {
+    pub fn take_all(&mut self, output: ChunkOutput, vocab: Vocab) {
         let ChunkOutput::Logits(mut logits) = output else { return self.left = 0 };
         let mut parents = vec![None];
-        for (i, logits) in logits.chunks_exact_mut(vocab).take(self.left).enumerate() {
-            let choices = self.choices(logits, &[], i);
+        for (i, logits) in logits.chunks_exact_mut(vocab.own).take(self.left).enumerate() {
+            let choices = self.choices(logits, &[], i, vocab);
             self.tree.grow(parents.iter().map(|&parent| (parent, &choices[..])));
             parents = self.tree.frontier(self.tree.limits().nodes).into_iter().map(Some).collect();
         }
@@ -81,11 +91,18 @@ impl Growing {
     }
 
     /// What may come `ahead` tokens behind the text and a path; nothing where that cannot be said.
-    fn choices(&self, logits: &mut [f32], path: &[u32], ahead: usize) -> Vec<(u32, f64)> {
+    fn choices(&self, logits: &mut [f32], path: &[u32], ahead: usize, vocab: Vocab) -> Vec<(u32, f64)> {
         let text = [&self.text[..], path].concat();
         let history = History { tokens: &text, prompt_len: self.prompt_len };
         let position = (text.len() + ahead) as u64;
-        choices(logits, &self.params, history, position, self.tree.limits().width).unwrap_or_default()
+        let (params, width) = (&self.params, self.tree.limits().width);
+        // Penalties and biases are of the model's tokens.
+        if !vocab.tokens.is_empty() && (params.penalizes() || !params.logit_bias.is_empty()) {
+            let mut all = vec![];
+            spread(vocab.tokens, logits, vocab.model, &mut all);
+            return choices(&mut all, &[], params, history, position, width).unwrap_or_default();
+        }
+        choices(logits, vocab.tokens, params, history, position, width).unwrap_or_default()
     }
 
     /// Tokens of the path to a node.
@@ -129,7 +146,7 @@ impl Growing {
 
     /// The next pass of a text that has these blocks.
     pub fn chunk<'a>(&'a self, blocks: &'a [u32]) -> Chunk<'a> {
-        let output = Output::Logits { from: self.rows.len() - self.new };
+        let output = Output::Own { from: self.rows.len() - self.new };
         // A head's row has the position of the state that it reads, one before its token.
         Chunk { tokens: &self.tokens, start: self.text.len() - 1, blocks, mask: Mask::Tree(&self.mask), output }
     }

@@ -11,6 +11,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    sync::Arc,
     time::Instant,
 };
 
@@ -24,7 +25,7 @@ use quern_models::{
 };
 
 use super::{
-    grow::Growing,
+    grow::{Growing, Vocab},
     writer::{Ability, Asked, Draft, Writer, Written, mean},
 };
 use crate::{
@@ -43,6 +44,9 @@ pub(super) struct Head {
     width: usize,
     hidden: usize,
     context: usize,
+    /// How many tokens it has, and the model's of each ([`HeadExecutor::tokens`]).
+    vocab: usize,
+    tokens: Arc<[u32]>,
     /// Sequences that may be guessed, of the last step.
     asked: BTreeSet<u64>,
     kept: BTreeMap<u64, Kept>,
@@ -91,19 +95,19 @@ impl Writing<'_> {
     /// What is wanted of the row that reads the text's last token.
     fn output(&self, from: usize) -> Output<'_> {
         match self.growing {
-            Some(_) => Output::Logits { from },
+            Some(_) => Output::Own { from },
             None => self.draft.output(from),
         }
     }
 
     /// Takes what a pass gave; `at_once`: all that there will be.
-    fn take(&mut self, output: ChunkOutput, own: Vec<f32>, vocab: usize, at_once: bool) {
+    fn take(&mut self, output: ChunkOutput, own: Vec<f32>, vocab: Vocab, at_once: bool) {
         match &mut self.growing {
             Some(growing) if at_once => growing.take_all(output, vocab),
             Some(growing) => growing.take(output, own, vocab),
             None => {
                 self.own = own;
-                self.draft.take(output, vocab, vocab);
+                self.draft.take(output, vocab.model, vocab.model);
                 if at_once {
                     self.draft.left = 0;
                 }
@@ -146,8 +150,8 @@ impl Head {
     pub fn new(executor: Box<dyn HeadExecutor>, spec: &ModelSpec) -> Head {
         let head = spec.draft_head.clone().expect("an executor of a head has the spec of one");
         let (hidden, context, width) = (spec.hidden, spec.max_context, head.width());
-        let (asked, kept) = (BTreeSet::new(), BTreeMap::new());
-        Head { executor, spec: head, width, hidden, context, asked, kept, pass: 0.0 }
+        let (asked, kept, vocab, tokens) = (BTreeSet::new(), BTreeMap::new(), spec.vocab, executor.tokens().into());
+        Head { executor, spec: head, width, hidden, context, vocab, tokens, asked, kept, pass: 0.0 }
     }
 
     /// Guesses that one pass gives.
@@ -183,7 +187,8 @@ impl Head {
 
     /// Lets draft blocks be guessed behind texts whose states are all read: as many at once as there is spare memory for.
     fn guess_blocks(&mut self, writing: &mut [Writing], size: usize, mask: u32) -> Result<(), ExecError> {
-        let vocab = self.spec.model_vocab;
+        let tokens = self.tokens.clone();
+        let vocab = Vocab { own: self.vocab, model: self.spec.model_vocab, tokens: &tokens };
         let mut done = 0;
         while done < writing.len() {
             let mut spare = self.executor.spare();
@@ -205,7 +210,7 @@ impl Head {
             let mut plan = Plan::default();
             for (b, w) in group.iter().zip(&writing[done..]) {
                 let output = match w.growing {
-                    Some(_) => Output::Logits { from: 1 },
+                    Some(_) => Output::Own { from: 1 },
                     None => w.draft.output_of(1, &b.text),
                 };
                 let (tokens, start, blocks) = (&b.tokens[..], b.start, &b.blocks[..]);
@@ -350,7 +355,9 @@ impl Writer for Head {
             }
             return Ok(writing.into_iter().map(Writing::done).collect());
         }
-        let (vocab, hidden, at_once) = (self.spec.model_vocab, self.hidden, self.at_once().is_some());
+        let tokens = self.tokens.clone();
+        let vocab = Vocab { own: self.vocab, model: self.spec.model_vocab, tokens: &tokens };
+        let (hidden, at_once) = (self.hidden, self.at_once().is_some());
         let leaves = self.executor.tree_leaves();
         let mut open: Vec<bool> = vec![true; writing.len()];
         loop {

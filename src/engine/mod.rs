@@ -16,6 +16,8 @@ mod keep;
 mod memory;
 mod options;
 mod pace;
+#[cfg(test)]
+mod policy_tests;
 mod run;
 mod small;
 pub mod worker;

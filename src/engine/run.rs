@@ -234,8 +234,8 @@ impl Engine {
                 asked.push(Asked { share, depth, shape, params, prompt_len, from });
             }
         }
-        let of = |asked: &Asked| (asked.share.id, (asked.share.guesses, asked.depth));
-        let wanted: BTreeMap<u64, (usize, usize)> = asked.iter().map(of).collect();
+        let of = |asked: &Asked| (asked.share.id, asked.share.guesses);
+        let wanted: BTreeMap<u64, usize> = asked.iter().map(of).collect();
         let mut trees = vec![];
         for (id, written) in writer.write(&self.scheduler, &asked)? {
             let guess = guesses.entry(id).or_default();
@@ -253,8 +253,7 @@ impl Engine {
                 }
                 Written::Tree(mut tree) => {
                     tree.without(|token| active.ends(token));
-                    let (room, depth) = wanted[&id];
-                    trees.push(ahead::Written { id, tree, room, depth });
+                    trees.push(ahead::Written { id, tree, room: wanted[&id] });
                 }
             }
         }

@@ -296,10 +296,10 @@ impl CudaExecutor {
             }
             let logits = self.forward.logits(half, i)?;
             let guesses = Guesses::of(self.forward.model());
-            let mut logits = guesses.spread(logits);
             match &chunk.output {
-                Output::Logits { .. } => got.states(&logits),
-                _ => got.token(wanted.choose(chunk, &histories[i], guess, &mut logits)),
+                Output::Own { .. } => got.states(&logits),
+                Output::Logits { .. } => got.states(&guesses.spread(logits)),
+                _ => got.token(wanted.choose(chunk, &histories[i], guess, &mut guesses.spread(logits))),
             }
         }
         Ok(())
@@ -317,7 +317,7 @@ fn wanted(plan: &Plan, pass: &[Part], medusa: bool) -> (Vec<Wanted>, Vec<Wanted>
     for part in pass {
         let (output, len) = (&plan.chunks[part.chunk].output, plan.chunks[part.chunk].tokens.len());
         let from = match output {
-            Output::Tokens { .. } | Output::Logits { .. } if medusa => len - 1,
+            Output::Tokens { .. } | Output::Logits { .. } | Output::Own { .. } if medusa => len - 1,
             _ => output.from(len),
         };
         for token in part.tokens.clone().filter(|&i| i >= from) {
@@ -394,7 +394,7 @@ impl Got {
         match output {
             Output::None => Got::None,
             Output::Tokens { .. } => Got::Tokens(vec![]),
-            Output::Logits { .. } => Got::Logits(vec![]),
+            Output::Logits { .. } | Output::Own { .. } => Got::Logits(vec![]),
             Output::Hidden { .. } => Got::Hidden(vec![]),
         }
     }

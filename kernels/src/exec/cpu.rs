@@ -168,6 +168,10 @@ impl HeadExecutor for CpuHead {
         Ok(if plan.chunks.is_empty() { vec![] } else { self.forward.guess(plan, fed) })
     }
 
+    fn tokens(&self) -> &[u32] {
+        self.forward.own_tokens()
+    }
+
     fn own(&mut self) -> Result<&[f32], ExecError> {
         Ok(self.forward.states())
     }

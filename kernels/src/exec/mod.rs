@@ -120,6 +120,11 @@ pub enum Output<'a> {
         /// First row wanted.
         from: usize,
     },
+    /// The same, of a head by its own tokens ([`HeadExecutor::tokens`]): most heads know few of the model's.
+    Own {
+        /// First row wanted.
+        from: usize,
+    },
     /// The hidden states of `tokens[from..]` after the final norm.
     Hidden {
         /// First row wanted.
@@ -132,7 +137,9 @@ impl Output<'_> {
     pub(crate) fn from(&self, rows: usize) -> usize {
         match self {
             Output::None => rows,
-            Output::Tokens { from, .. } | Output::Logits { from } | Output::Hidden { from } => *from,
+            Output::Tokens { from, .. } | Output::Logits { from } | Output::Own { from } | Output::Hidden { from } => {
+                *from
+            }
         }
     }
 }
@@ -180,7 +187,7 @@ pub enum ChunkOutput {
     None,
     /// The token of each row in order, or why none could be chosen (after this row only; others are unaffected).
     Tokens(Vec<Result<Sampled, SampleError>>),
-    /// Logits `[rows, vocab]`.
+    /// Logits `[rows, vocab]`; of a head the model's `vocab`, or its own ([`Output::Own`]).
     Logits(Vec<f32>),
     /// Hidden states `[rows, hidden]`.
     Hidden(Vec<f32>),
@@ -346,6 +353,9 @@ pub trait HeadExecutor: Send {
     /// masks). Medusa and blocks give all their guesses after the last row of a chunk.
     fn guess(&mut self, plan: &Plan, fed: &Fed) -> Result<Vec<ChunkOutput>, ExecError>;
 
+    /// The model's token of each of the head's own; empty: they are the same.
+    fn tokens(&self) -> &[u32];
+
     /// What all rows of the last pass gave for the next, `[rows][hidden]`.
     fn own(&mut self) -> Result<&[f32], ExecError>;
 
@@ -363,7 +373,7 @@ pub trait HeadExecutor: Send {
 
 /// Logits of a head's own `tokens` by those of its model, `to` `[known]`: tokens that the head does not know are
 /// impossible.
-pub(crate) fn spread(tokens: &[u32], logits: &[f32], known: usize, to: &mut Vec<f32>) {
+pub fn spread(tokens: &[u32], logits: &[f32], known: usize, to: &mut Vec<f32>) {
     to.clear();
     to.resize(known, f32::NEG_INFINITY);
     tokens.iter().zip(logits).for_each(|(&token, &logit)| to[token as usize] = logit);

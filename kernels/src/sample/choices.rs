@@ -14,15 +14,21 @@ const WEIGHED: usize = 64;
 
 /// At most `count` tokens that may be chosen at `position`, the likeliest first, with a share of 1 each; using `logits` as
 /// scratch. The first is what [`sample`](super::sample) chooses, if it is among the 64 with the largest logits.
+///
+/// `tokens`: which token each of the logits is of; empty: they are those of all tokens, in order. Penalties and biases
+/// are only for those.
 pub fn choices(
     logits: &mut [f32],
+    tokens: &[u32],
     params: &SamplingParams,
     history: History<'_>,
     position: u64,
     count: usize,
 ) -> Result<Vec<(u32, f64)>, SampleError> {
     refuse_infinite(logits)?;
-    adjust(logits, params, history)?;
+    if tokens.is_empty() {
+        adjust(logits, params, history)?;
+    }
     let greedy = params.is_greedy();
     let most = if greedy { logits.len() } else { params.top_k_of(logits.len()) };
     let mut kept = likeliest(logits, most.min(WEIGHED));
@@ -33,7 +39,8 @@ pub fn choices(
         // Only a bias makes a logit infinite here.
         return Ok(vec![(kept[0].token, 1.0)]);
     }
-    kept.iter_mut().for_each(|c| c.logit -= max);
+    let of = |token: u32| tokens.get(token as usize).copied().unwrap_or(token);
+    kept.iter_mut().for_each(|c| *c = Candidate { token: of(c.token), logit: c.logit - max });
     if !greedy {
         let scaled = |c: &Candidate| Candidate { logit: c.logit * params.scale(), ..*c };
         let mut scaled: Vec<Candidate> = kept.iter().map(scaled).collect();
@@ -79,7 +86,7 @@ mod tests {
             let tokens: Vec<u32> = (0..dice.roll(12)).map(|_| dice.roll(vocab) as u32).collect();
             let history = History { tokens: &tokens, prompt_len: dice.roll(tokens.len() + 1) };
             let position = case as u64;
-            let got = choices(&mut logits.clone(), &params, history, position, 5);
+            let got = choices(&mut logits.clone(), &[], &params, history, position, 5);
             match (got, sample(&mut logits.clone(), &params, history, position, None)) {
                 (Ok(got), Ok(sampled)) => {
                     assert!(!got.is_empty() && got.len() <= 5, "case {case}");
@@ -103,11 +110,37 @@ mod tests {
         assert!(same > 500, "{same}");
     }
 
+    /// Logits of some tokens are chosen from as those of all are where the others are impossible.
+    #[test]
+    fn some_tokens_are_as_all_without_the_others() {
+        let mut dice = Dice(12);
+        for case in 0..1000 {
+            let (mut logits, mut params) = (row(&mut dice), params(&mut dice, 1));
+            logits.iter_mut().for_each(|logit| *logit = if logit.is_finite() { *logit } else { 0.0 });
+            (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) = (1.0, 0.0, 0.0);
+            params.logit_bias.clear();
+            let mut tokens = vec![];
+            for _ in &logits {
+                tokens.push(tokens.last().map_or(0, |last| last + 1) + dice.roll(3) as u32);
+            }
+            let mut all = vec![];
+            crate::exec::spread(&tokens, &logits, tokens.last().map_or(0, |last| *last as usize + 3), &mut all);
+            let none = History { tokens: &[], prompt_len: 0 };
+            let got = choices(&mut logits, &tokens, &params, none, case, 7);
+            // What has no chance is left out of some and may be kept of all.
+            let want = choices(&mut all, &[], &params, none, case, 7).map(|mut want| {
+                want.retain(|(token, _)| tokens.contains(token));
+                want
+            });
+            assert_eq!(got, want, "case {case}: {params:?}");
+        }
+    }
+
     #[test]
     fn without_noise_shares_are_probabilities() {
         let none = History { tokens: &[], prompt_len: 0 };
         let mut logits = [0.5f32, 0.3, f32::NAN, 0.2].map(f32::ln);
-        let got = choices(&mut logits, &SamplingParams::greedy(), none, 3, 9).unwrap();
+        let got = choices(&mut logits, &[], &SamplingParams::greedy(), none, 3, 9).unwrap();
         assert_eq!(got.iter().map(|c| c.0).collect::<Vec<_>>(), [0, 1, 3]);
         assert!(got.iter().zip([0.5, 0.3, 0.2]).all(|(got, want)| (got.1 - want).abs() < 1e-6), "{got:?}");
     }

@@ -75,6 +75,10 @@ impl HeadExecutor for CudaHead {
         }
     }
 
+    fn tokens(&self) -> &[u32] {
+        Guesses::of(self.executor.forward.model()).tokens
+    }
+
     fn own(&mut self) -> Result<&[f32], ExecError> {
         self.executor.states()
     }

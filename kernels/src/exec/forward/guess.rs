@@ -318,7 +318,7 @@ impl Forward {
 fn empty(output: &Output) -> ChunkOutput {
     match output {
         Output::Tokens { .. } => ChunkOutput::Tokens(vec![]),
-        Output::Logits { .. } => ChunkOutput::Logits(vec![]),
+        Output::Logits { .. } | Output::Own { .. } => ChunkOutput::Logits(vec![]),
         Output::Hidden { .. } | Output::None => ChunkOutput::None,
     }
 }

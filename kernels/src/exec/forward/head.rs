@@ -127,7 +127,8 @@ impl Forward {
                 Output::Hidden { from } => {
                     ChunkOutput::Hidden(normed(simd, norm, x, hidden, states.start + from..states.end))
                 }
-                Output::Logits { .. } => ChunkOutput::Logits(heads.logits(rows, vocab)),
+                Output::Logits { .. } => ChunkOutput::Logits(heads.logits(rows, vocab, false)),
+                Output::Own { .. } => ChunkOutput::Logits(heads.logits(rows, vocab, true)),
                 Output::Tokens { .. } => ChunkOutput::Tokens(
                     rows.enumerate().map(|(i, row)| heads.choose(simd, row, chunk, i, vocab)).collect(),
                 ),
@@ -209,6 +210,11 @@ fn normed(simd: Simd, norm: &Input, x: &[f32], hidden: usize, rows: std::ops::Ra
 }
 
 impl Heads {
+    /// The model's token of each of a head's own; empty: they are the same.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
     /// Learns what a head guesses.
     pub fn guesses(&mut self, spec: &ModelSpec, guess: Option<&Guess>) {
         self.model_vocab = spec.known_tokens();
@@ -221,10 +227,10 @@ impl Heads {
         (chunk.position(i) + self.ahead) as u64
     }
 
-    /// Logits of rows that keep them, side by side, by the model's tokens.
-    fn logits(&mut self, rows: std::ops::Range<usize>, vocab: usize) -> Vec<f32> {
+    /// Logits of rows that keep them, side by side, by the model's tokens or by its `own`.
+    fn logits(&mut self, rows: std::ops::Range<usize>, vocab: usize, own: bool) -> Vec<f32> {
         let Some(first) = self.rows[rows.clone()].first().and_then(|r| r.kept) else { return vec![] };
-        if !self.tokens.is_empty() {
+        if !self.tokens.is_empty() && !own {
             let rows = first..first + rows.len();
             return rows.flat_map(|row| self.spread(row, vocab).to_vec()).collect();
         }

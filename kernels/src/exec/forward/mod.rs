@@ -170,6 +170,11 @@ impl Forward {
         self.file.spec()
     }
 
+    /// The model's token of each of a head's own; empty: they are the same.
+    pub(super) fn own_tokens(&self) -> &[u32] {
+        self.bufs.heads.tokens()
+    }
+
     pub(super) fn kv(&self) -> &KvMemory {
         &self.kv
     }
