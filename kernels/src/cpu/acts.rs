@@ -14,6 +14,9 @@
 //! `middles[blocks][m]` holds `-8 * sum` over the columns with `k % 4 < 2` (low 16 bits) and over the
 //! others (high 16 bits).
 //!
+//! **Wide form**, where the table's kernels want it and there are rows enough: the int8 values again, as bf16, which
+//! holds them exactly: `[blocks][m][block]`, the columns of each four in the order 0, 2, 1, 3.
+//!
 //! Blocks have 32 columns, or 16 for a weight whose group is no multiple of 32; weights that need
 //! either may share an input, which is then held in both. What a weight reads depends on the weight
 //! alone, so its results never depend on what it shares an input with. Measured with AVX2: one size
@@ -28,6 +31,9 @@ use quern_models::{Mini, Scheme};
 
 /// Rows of an activation block, and of a register tile.
 pub const MR: usize = 4;
+
+/// Rows that kernels of the wide form read at a time.
+pub(crate) const TILE: usize = 16;
 
 /// Largest |x| of a block that is quantized to zeros; below it 127 / max|x| could overflow.
 pub(crate) const TINY: f32 = 1e-35;
@@ -109,6 +115,9 @@ pub struct Int8 {
     scales: Buf<f32>,
     sums: Buf<i32>,
     middles: Buf<i32>,
+    /// The wide form is held.
+    wide_held: bool,
+    wide: Buf<u16>,
 }
 
 /// What the quantizer knows of a block besides its values.
@@ -126,8 +135,8 @@ impl Acts {
         Acts::default()
     }
 
-    /// Makes room for `m` rows of `k` columns, all to be written again. Allocates only to grow.
-    pub fn reset(&mut self, m: usize, k: usize, forms: Forms) {
+    /// Makes room for `m` rows of `k` columns, all to be written again with this table. Allocates only to grow.
+    pub fn reset(&mut self, isa: &Isa, m: usize, k: usize, forms: Forms) {
         self.m = m;
         self.k = k;
         self.forms = forms;
@@ -139,10 +148,10 @@ impl Acts {
             self.x.reserve(m * self.stride);
         }
         if forms.int8 {
-            self.int8.reset(m, k, BLOCK);
+            self.int8.reset(isa, m, k, BLOCK);
         }
         if forms.int8_small {
-            self.int8_small.reset(m, k, SMALL_BLOCK);
+            self.int8_small.reset(isa, m, k, SMALL_BLOCK);
         }
     }
 
@@ -233,13 +242,18 @@ impl Acts {
 }
 
 impl Int8 {
-    fn reset(&mut self, m: usize, k: usize, block: usize) {
+    fn reset(&mut self, isa: &Isa, m: usize, k: usize, block: usize) {
         let blocks = k.div_ceil(block);
         (self.m, self.block, self.blocks) = (m, block, blocks);
         self.q.reserve(m * blocks * block);
         self.scales.reserve(m * blocks);
         self.sums.reserve(m * blocks);
         self.middles.reserve(m * blocks);
+        self.wide_held = isa.wide.is_some_and(|(from, _)| m >= from);
+        if self.wide_held {
+            // A tile of rows is read whole, past the last one.
+            self.wide.reserve((m * blocks + TILE) * block);
+        }
     }
 
     /// Quantizes blocks `b..` of one row, as many as `x` has.
@@ -259,7 +273,13 @@ impl Int8 {
             // SAFETY: `x` has `block` columns; the quads of (row, b) lie in `q`, for the caller
             // alone; an Isa exists only where its instructions do.
             unsafe {
-                let quantum = (isa.quantize)(x, self.q.ptr().add(to), step);
+                let to = self.q.ptr().add(to);
+                let quantum = match isa.wide {
+                    Some((_, quantize)) if self.wide_held => {
+                        quantize(x, to, step, self.wide.ptr().add((b * self.m + row) * self.block))
+                    }
+                    _ => (isa.quantize)(x, to, step),
+                };
                 *self.scales.ptr().add(b * self.m + row) = quantum.scale;
                 *self.sums.ptr().add(b * self.m + row) = quantum.sum;
                 *self.middles.ptr().add(b * self.m + row) = quantum.middle;
@@ -316,6 +336,13 @@ impl Int8 {
     #[inline]
     pub(crate) fn q_ptr(&self, first: usize, b: usize) -> *const i8 {
         self.q.ptr().wrapping_add((b * self.m + first) * self.block)
+    }
+
+    /// Wide form of rows `row..` in block `b`, [`TILE`] rows of which are readable; `None` if it is not held.
+    #[inline]
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+    pub(crate) fn wide_ptr(&self, row: usize, b: usize) -> Option<*const u16> {
+        self.wide_held.then(|| self.wide.ptr().wrapping_add((b * self.m + row) * self.block) as *const u16)
     }
 
     /// Scales of rows `row..` in block `b`.

@@ -14,7 +14,7 @@ mod exact;
 mod float;
 mod int4;
 mod int8;
-mod quantize;
+pub(super) mod quantize;
 pub(super) mod vnni;
 
 use super::isa::{Isa, Level};
@@ -29,6 +29,7 @@ pub(crate) static ISA: Isa = Isa {
     executed: true,
     detected,
     quantize: quantize::block,
+    wide: None,
     int4_int8: int4::panel::<false>,
     int4_f32: exact::panel,
     int8_int8: int8::panel::<false>,

@@ -1,27 +1,30 @@
 //! Codes times int8 activations on AMX: many rows, tiles of 16 activation rows x 16 weight rows.
 //!
-//! `tdpbssd` multiplies a tile `[16 rows][block]` of activations by one `[block / 4][16 weight rows][4]` of weights;
-//! P64 holds codes of a panel in just this order, four tiles beside each other. A tile's product is of one activation
-//! block, so it is stored, scaled and added to the outputs before the next: three vector operations a row, where
-//! `vpdpbusd` needs twelve. Codes are unpacked to signed bytes once a span: the integer that means zero is subtracted
-//! there, unless it does not fit a byte (int8 with stored zeros or minima).
-//! Activations lie in groups of 4 rows, by quads ([`crate::cpu::acts`]); they are put into rows on the way.
+//! `tdpbf16ps` multiplies a tile `[16 rows][block]` of activations by one `[block / 2][16 weight rows][2]` of weights.
+//! Both are small integers as bf16, which holds them exactly, and f32 sums of their products stay below 2^24: they are
+//! exact in any order. `tdpbssd` would take bytes, but as long, and its sums would have to be converted.
+//! A tile's product is of one activation block, so it is stored, scaled and added to the outputs: two vector operations
+//! a row, where `vpdpbusd` needs twelve. Products of a strip of 16 weight rows alternate with folds of the strip
+//! before it, tile by tile: what is stored is read four or more products later, when it has arrived.
+//! Activations are read as they were quantized ([`crate::cpu::acts`], wide form). Codes are unpacked once a span: a
+//! table of 32 bf16 is indexed by a code's low bits, less the zero where there is one. (int8 with stored zeros or
+//! minima is unpacked less 128, and what is left of the zero is subtracted from the sums.)
 //!
 //! Instructions: Intel's Architecture Instruction Set Extensions Programming Reference, chapter 3 (AMX); they have
 //! no stable intrinsics, so they are assembly. No compiled code uses tile registers, so none are saved.
 
-use super::ints::{self, FP4, INT4, INT8, factors, reorder_row};
+use super::ints::{self, FP4, INT4, INT8, factors};
 use super::*;
-use crate::cpu::acts::{Acts, Int8, MR};
+use crate::cpu::acts::{Acts, Int8, TILE};
 use crate::cpu::avx2::{CODE, MID, MIN, middles};
 use crate::cpu::linear::{IntPanel, Meta, SPAN, Scratch};
-use crate::cpu::mini::E2M1;
+use crate::cpu::mini::{E2M1, E2M1_ZERO};
 use quern_models::{PANEL, ZeroKind};
 use std::arch::asm;
 use std::ops::Range;
 
 pub(crate) static ISA: Isa =
-    Isa { name: "amx", detected, int4_int8: panel, int8_int8: panel, peak, rows: 128, ..super::ISA };
+    Isa { name: "amx", detected, int4_int8: panel, int8_int8: panel, peak, rows: 128, wide: Some((FEW, quantize::wide)), ..super::ISA };
 
 /// Fewer rows of a tile than this are left to `vpdpbusd`: a tile takes as long as so many.
 const LEAST: usize = 12;
@@ -29,23 +32,20 @@ const LEAST: usize = 12;
 /// Fewer rows than this in all are left to it, too: unpacking a span costs as much as what is gained.
 const FEW: usize = 24;
 
-/// Rows of a tile: of activations, and weight rows of a vector.
-const TILE: usize = 16;
-
-/// Bytes of an unpacked span of 16 weight rows.
+/// Elements of an unpacked span of 16 weight rows.
 const STRIP: usize = TILE * SPAN;
 
-/// The processor has AMX for int8, the system saves its registers, and lets this process use them.
+/// The processor has AMX for bf16, the system saves its registers, and lets this process use them.
 fn detected() -> bool {
     use std::sync::OnceLock;
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| super::detected() && has_amx() && permitted())
 }
 
-/// CPUID leaf 7: AMX-TILE and AMX-INT8.
+/// CPUID leaf 7: AMX-BF16, AMX-TILE and AMX-INT8.
 fn has_amx() -> bool {
     let leaf = |n| __cpuid_count(n, 0);
-    leaf(0).eax >= 7 && leaf(7).edx >> 24 & 3 == 3
+    leaf(0).eax >= 7 && leaf(7).edx >> 24 & 3 == 3 && leaf(7).edx >> 22 & 1 == 1
 }
 
 /// Linux gives tile registers to processes that ask (`Documentation/arch/x86/xstate.rst`): 18 is their state.
@@ -76,8 +76,9 @@ fn permitted() -> bool {
 /// The instructions of [`ISA`] exist; shapes as [`crate::cpu::linear::linear_panel`] checks them.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
 unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
+    let of = a.int8(w.block);
     let end = match rows.len() % TILE {
-        _ if rows.len() < FEW => rows.start,
+        _ if rows.len() < FEW || of.wide_ptr(0, 0).is_none() => rows.start,
         part if part < LEAST => rows.end - part,
         _ => rows.end,
     };
@@ -89,7 +90,7 @@ unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], sc
     if tile.is_empty() {
         return;
     }
-    let of = Panel { w, a: a.int8(w.block), rows: rows.start..end };
+    let of = Panel { w, a: of, rows: rows.start..end };
     // SAFETY: the caller's promises.
     unsafe {
         match (w.bits, w.mini.is_some(), w.zero) {
@@ -128,250 +129,348 @@ impl Panel<'_> {
     /// `QUADS` of 4 columns make an activation block.
     ///
     /// # Safety
-    /// As [`panel`]; `K`, `Z` and `QUADS` are the weight's.
+    /// As [`panel`]; the wide form is held; `K`, `Z` and `QUADS` are the weight's.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
     unsafe fn spans<const K: u8, const Z: u8, const QUADS: usize>(&self, tile: &mut [f32], scratch: &mut Scratch) {
         let (w, a, rows) = (self.w, self.a, self.rows.clone());
         let (block, quad) = (QUADS * 4, if K == INT8 { 256 } else { 128 });
         let bias = if K == INT8 { 128 } else { 0 };
-        scratch.bytes.reserve(4 * STRIP + size_of::<Group>());
-        let bytes = scratch.bytes.ptr();
-        // SAFETY: the buffer starts on a 64-byte boundary, as strips end, and has room for a group behind them, which is
-        // numbers: any bytes are one, and all were written once.
-        let group = unsafe { &mut *bytes.add(4 * STRIP).cast::<Group>() };
-        tile.fill(0.0);
+        scratch.bytes.reserve(4 * STRIP * size_of::<u16>() + size_of::<Work>());
+        let codes_to = scratch.bytes.ptr().cast::<u16>();
+        // SAFETY: the buffer starts on a 64-byte boundary, as strips end, and has room for the work behind them, which
+        // is numbers: any bytes are one, and all were written once.
+        let work = unsafe { &mut *codes_to.add(4 * STRIP).cast::<Work>() };
+        let groups = rows.len().div_ceil(TILE);
+        scratch.partial.reserve(groups * TILE * PANEL);
+        let sums = scratch.partial.ptr();
         configure(block);
         middles(w, bias, &mut scratch.meta);
         for b0 in (0..a.blocks()).step_by(SPAN / block) {
             let count = (a.blocks() - b0).min(SPAN / block);
             factors::<K, Z, false>(w, b0, count, bias, &mut scratch.meta);
             let codes = &w.codes[b0 * QUADS * quad..][..count * QUADS * quad];
-            // SAFETY: `bytes` has room for a span; rows of the group are in `a` and in `tile`, because `rows` is.
+            let ahead = codes.as_ptr().wrapping_add(codes.len());
+            let span = Span { a, b0, count, w: codes_to, meta: &scratch.meta, ahead };
+            // SAFETY: `codes_to` has room for a span; rows of groups are in `a`, because `rows` is, their sums in `sums`.
             unsafe {
-                unpack::<K, Z, QUADS>(codes, &scratch.meta, bytes);
-                for first in rows.clone().step_by(TILE) {
-                    let n = (rows.end - first).min(TILE);
-                    group.load::<QUADS>(a, first, n, b0, count);
-                    let y = &mut tile[(first - rows.start) * PANEL..][..n * PANEL];
-                    if n == TILE {
-                        group.multiply::<K, Z, QUADS>(bytes, count, &scratch.meta, y.as_mut_ptr());
-                    } else {
-                        let mut whole = [0.0; TILE * PANEL];
-                        whole[..n * PANEL].copy_from_slice(y);
-                        group.multiply::<K, Z, QUADS>(bytes, count, &scratch.meta, whole.as_mut_ptr());
-                        y.copy_from_slice(&whole[..n * PANEL]);
+                unpack::<K, Z, QUADS>(codes, &scratch.meta, codes_to);
+                let sums = |group: usize, strip: usize| sums.add((group * 4 + strip) * TILE * TILE);
+                work.last_to = work.none.as_mut_ptr();
+                work.units = 0;
+                for group in 0..groups {
+                    let first = rows.start + group * TILE;
+                    work.load::<K, Z>(&span, group, first, (rows.end - first).min(TILE));
+                    for strip in 0..4 {
+                        let make = Some((first, strip));
+                        let fold = match (group, strip) {
+                            (0, 0) => None,
+                            (_, 0) => Some((group - 1, 3, sums(group - 1, 3))),
+                            _ => Some((group, strip - 1, sums(group, strip - 1))),
+                        };
+                        work.unit::<K, Z, QUADS>(&span, make, fold);
                     }
                 }
+                flush(false, work.last_to);
+                work.unit::<K, Z, QUADS>(&span, None, Some((groups - 1, 3, sums(groups - 1, 3))));
             }
         }
         release();
-        if K != INT8 {
-            tile.chunks_exact_mut(PANEL).for_each(|row| reorder_row(row.as_mut_ptr()));
+        for (r, row) in tile.chunks_exact_mut(PANEL).enumerate() {
+            // SAFETY: the row's group has sums; a row of the tile has 64 elements.
+            unsafe { put::<K>(sums.add((r / TILE * 4 * TILE + r % TILE) * TILE), row.as_mut_ptr()) }
         }
     }
 }
 
-/// Unpacks a span into four strips `[quad][16 weight rows][4]` of signed bytes, weight rows in the order of
-/// [`reorder_row`].
+/// A row's outputs, whose strips are 16 rows apart at `from`, into the order of the weight.
+///
+/// # Safety
+/// They are readable; `to` is writable for 64.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+unsafe fn put<const K: u8>(from: *const f32, to: *mut f32) {
+    for half in 0..2 {
+        // SAFETY: the caller's promises.
+        unsafe {
+            let strip = |i: usize| _mm512_loadu_ps(from.add((half * 2 + i) * TILE * TILE));
+            let (mut low, mut high) = (strip(0), strip(1));
+            if K != INT8 {
+                // As `reorder_row`: the second and third quarter change places.
+                let third = _mm512_shuffle_f32x4::<0b11_10_11_10>(low, high);
+                low = _mm512_shuffle_f32x4::<0b01_00_01_00>(low, high);
+                high = third;
+            }
+            _mm512_storeu_ps(to.add(half * 32), low);
+            _mm512_storeu_ps(to.add(half * 32 + TILE), high);
+        }
+    }
+}
+
+/// bf16 of a code's low five bits. With stored zeros the bits are code less zero, else the upper one is anything.
+const fn values<const K: u8, const Z: u8>() -> [u16; 32] {
+    let (mut to, mut i) = ([0; 32], 0);
+    while i < 32 {
+        let code = (i % 16) as i32;
+        let value = match (K, Z) {
+            (FP4, _) => E2M1[i % 16] as i32 - E2M1_ZERO,
+            (_, MIN) => code,
+            (_, MID) => code - 8,
+            _ if i < 16 => code,
+            _ => code - 16,
+        };
+        to[i] = ((value as f32).to_bits() >> 16) as u16;
+        i += 1;
+    }
+    to
+}
+
+/// Unpacks a span into four strips `[quad][2][16 weight rows][2]` of bf16, weight rows in the order of [`reorder_row`]:
+/// columns 0 and 2 of the quad, then 1 and 3.
 ///
 /// # Safety
 /// `to` is writable for four strips.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn unpack<const K: u8, const Z: u8, const QUADS: usize>(codes: &[u8], meta: &Meta, to: *mut u8) {
-    let low = _mm512_set1_epi8(15);
-    // SAFETY: the table has 16 bytes.
-    let table = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(E2M1.as_ptr().cast()) });
+unsafe fn unpack<const K: u8, const Z: u8, const QUADS: usize>(codes: &[u8], meta: &Meta, to: *mut u16) {
+    let table = const { values::<K, Z>() };
+    // SAFETY: the table has 64 bytes.
+    let table = unsafe { _mm512_loadu_si512(table.as_ptr().cast()) };
     for (q, quad) in codes.chunks_exact(if K == INT8 { 256 } else { 128 }).enumerate() {
-        let zero = |v: usize| match (K, Z) {
-            (INT4, MID) => _mm512_set1_epi8(8),
-            (FP4, _) => _mm512_set1_epi8(16),
-            (INT4, CODE) => {
-                // SAFETY: a slot has 64 elements. A zero's low byte, four times.
-                let z = unsafe { _mm512_loadu_si512(meta.at(meta.slot[q / QUADS], v * TILE).1.cast()) };
-                let z = _mm512_or_si512(z, _mm512_slli_epi32::<8>(z));
-                _mm512_or_si512(z, _mm512_slli_epi32::<16>(z))
+        for (part, codes) in quad.chunks_exact(64).enumerate() {
+            // SAFETY: a chunk has 64 bytes; the caller's promise for `to`, and a span has 32 quads.
+            let put = |strip: usize, v: [__m512i; 2]| unsafe {
+                let to = to.add(strip * STRIP + q * 64);
+                _mm512_storeu_si512(to.cast(), v[0]);
+                _mm512_storeu_si512(to.add(32).cast(), v[1]);
+            };
+            // SAFETY: as above.
+            let v = unsafe { _mm512_loadu_si512(codes.as_ptr().cast()) };
+            if K == INT8 {
+                put(part, wide(_mm512_xor_si512(v, _mm512_set1_epi8(-128))));
+                continue;
             }
-            _ => _mm512_setzero_si512(),
-        };
-        for part in 0..quad.len() / 64 {
-            // SAFETY: `part` is in the quad; the caller's promise for `to`, and a span has 32 quads.
-            unsafe {
-                let v = _mm512_loadu_si512(quad.as_ptr().add(part * 64).cast());
-                let put = |strip: usize, v: __m512i| _mm512_storeu_si512(to.add(strip * STRIP + q * 64).cast(), v);
-                if K == INT8 {
-                    put(part, _mm512_xor_si512(v, _mm512_set1_epi8(-128)));
-                    continue;
-                }
-                let mut codes = [_mm512_and_si512(v, low), _mm512_and_si512(_mm512_srli_epi16::<4>(v), low)];
-                for (i, codes) in codes.iter_mut().enumerate() {
-                    if K == FP4 {
-                        *codes = _mm512_shuffle_epi8(table, *codes);
+            let halves = [
+                [v, _mm512_srli_epi16::<8>(v)],
+                [_mm512_srli_epi16::<4>(v), _mm512_srli_epi16::<12>(v)],
+            ];
+            for (i, half) in halves.into_iter().enumerate() {
+                let strip = part * 2 + i;
+                let half = half.map(|v| {
+                    if Z != CODE {
+                        return _mm512_permutexvar_epi16(v, table);
                     }
-                    if Z != MIN {
-                        *codes = _mm512_sub_epi8(*codes, zero(part * 2 + i));
-                    }
-                    put(part * 2 + i, *codes);
-                }
+                    // SAFETY: a slot has 64 elements; a zero's low half, twice.
+                    let z = unsafe { _mm512_loadu_si512(meta.at(meta.slot[q / QUADS], strip * TILE).1.cast()) };
+                    let z = _mm512_or_si512(z, _mm512_slli_epi32::<16>(z));
+                    let code = _mm512_and_si512(v, _mm512_set1_epi16(15));
+                    _mm512_permutexvar_epi16(_mm512_sub_epi16(code, z), table)
+                });
+                put(strip, half);
             }
         }
     }
 }
 
-/// A span of up to 16 activation rows, as tiles; rows that do not exist are anything finite.
-#[repr(C, align(64))]
-struct Group {
-    /// `[block][row][columns]`.
-    a: [i8; TILE * SPAN],
-    /// `[block][row]`.
-    scales: [[f32; TILE]; SPAN / 16],
-    sums: [[i32; TILE]; SPAN / 16],
-    /// Products of two strips, by block: those of the next are computed while this one's are added up.
-    products: [[[i32; TILE * TILE]; SPAN / 16]; 2],
+/// Signed bytes of quads as bf16: the quads' values 0 and 2, then 1 and 3.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+fn wide(v: __m512i) -> [__m512i; 2] {
+    let float = |v: __m512i| _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(v)));
+    // The lower halves of these floats are zero.
+    let join = |low: __m512i, high: __m512i| _mm512_or_si512(_mm512_srli_epi32::<16>(low), high);
+    [
+        join(float(_mm512_slli_epi32::<24>(v)), float(_mm512_slli_epi32::<8>(v))),
+        join(float(_mm512_slli_epi32::<16>(v)), float(v)),
+    ]
 }
 
-impl Group {
-    /// Takes `n` rows from `first` on, blocks `b0..b0 + count`.
+/// One span of a panel and of the activations.
+struct Span<'a> {
+    a: &'a Int8,
+    /// First activation block and their count.
+    b0: usize,
+    count: usize,
+    /// Unpacked strips.
+    w: *const u16,
+    meta: &'a Meta,
+    /// Codes of the next span, to be asked for.
+    ahead: *const u8,
+}
+
+/// Blocks of a span, at most.
+const BLOCKS: usize = SPAN / 16;
+
+/// What a thread works with besides unpacked codes.
+#[repr(C, align(64))]
+struct Work {
+    /// Products of two strips, by block: those of the next are computed while this one's are added up.
+    products: [[[f32; TILE * TILE]; BLOCKS]; 2],
+    /// Scales and sums of two groups of rows, `[block][row]`; of rows that do not exist, zero.
+    scales: [[[f32; TILE]; BLOCKS]; 2],
+    sums: [[[f32; TILE]; BLOCKS]; 2],
+    /// Where the product that was computed last belongs.
+    last_to: *mut f32,
+    none: [f32; TILE * TILE],
+    units: usize,
+}
+
+impl Work {
+    /// Takes scales and sums of `n` rows from `first` on.
     ///
     /// # Safety
-    /// They are in `a`; `first` is a multiple of [`MR`].
+    /// They are in the span's activations.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-    unsafe fn load<const QUADS: usize>(&mut self, a: &Int8, first: usize, n: usize, b0: usize, count: usize) {
-        let block = QUADS * 4;
+    unsafe fn load<const K: u8, const Z: u8>(&mut self, span: &Span, group: usize, first: usize, n: usize) {
         let some = 0xffffu16 >> (TILE - n);
-        // Dwords (quad, row) of four rows to (row, quad).
-        let of = |row: i32, quads: i32| -> [i32; 16] {
-            std::array::from_fn(|i| (i as i32 % quads) * 4 + row + i as i32 / quads)
-        };
-        // SAFETY: arrays of 16.
-        let index = |to: [i32; 16]| unsafe { _mm512_loadu_si512(to.as_ptr().cast()) };
-        let index = if QUADS == 8 { [index(of(0, 8)), index(of(2, 8))] } else { [index(of(0, 4)); 2] };
-        for i in 0..count {
+        for i in 0..span.count {
             // SAFETY: the caller's promise; lanes that are masked out are not read.
             unsafe {
-                let s = _mm512_maskz_loadu_ps(some, a.scale_ptr(first, b0 + i));
-                _mm512_storeu_ps(self.scales[i].as_mut_ptr(), s);
-                let s = _mm512_maskz_loadu_epi32(some, a.sum_ptr(first, b0 + i));
-                _mm512_storeu_si512(self.sums[i].as_mut_ptr().cast(), s);
-                for r in (0..n).step_by(MR) {
-                    let from = a.q_ptr(first + r, b0 + i);
-                    let to = self.a.as_mut_ptr().add((i * TILE + r) * block);
-                    let mb = (a.m() - first - r).min(MR);
-                    if mb < MR {
-                        for (row, quad) in (0..mb).flat_map(|row| (0..QUADS).map(move |quad| (row, quad))) {
-                            let v = from.add((quad * mb + row) * 4).cast::<i32>().read_unaligned();
-                            to.add(row * block + quad * 4).cast::<i32>().write_unaligned(v);
-                        }
-                        continue;
-                    }
-                    let low = _mm512_loadu_si512(from.cast());
-                    if QUADS == 4 {
-                        _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi32(index[0], low));
-                        continue;
-                    }
-                    let high = _mm512_loadu_si512(from.add(64).cast());
-                    _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi32(low, index[0], high));
-                    _mm512_storeu_si512(to.add(64).cast(), _mm512_permutex2var_epi32(low, index[1], high));
+                let s = _mm512_maskz_loadu_ps(some, span.a.scale_ptr(first, span.b0 + i));
+                _mm512_storeu_ps(self.scales[group % 2][i].as_mut_ptr(), s);
+                if Z == MIN || K == INT8 && Z != MID {
+                    let s = _mm512_maskz_loadu_epi32(some, span.a.sum_ptr(first, span.b0 + i));
+                    _mm512_storeu_ps(self.sums[group % 2][i].as_mut_ptr(), _mm512_cvtepi32_ps(s));
                 }
             }
         }
     }
 
-    /// Adds the span's part to `y[16][64]`, weight rows in the order of `w`.
+    /// Computes products of (rows from `first` on, strip), by block, and meanwhile adds those of the unit before, (group,
+    /// strip), to its outputs `y[16][64]`, weight rows in the order of `w`.
     ///
     /// # Safety
-    /// `w` are the span's unpacked strips; `y` has 16 rows; tiles are configured for the block.
+    /// Rows, blocks and outputs exist; tiles are configured for the block; strip 0 of a group comes first.
+    #[inline(never)]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-    unsafe fn multiply<const K: u8, const Z: u8, const QUADS: usize>(
+    unsafe fn unit<const K: u8, const Z: u8, const QUADS: usize>(
         &mut self,
-        w: *const u8,
-        count: usize,
-        meta: &Meta,
-        y: *mut f32,
+        span: &Span,
+        make: Option<(usize, usize)>,
+        fold: Option<(usize, usize, *mut f32)>,
     ) {
-        // SAFETY: the caller's promises.
-        unsafe { self.products::<QUADS>(w, count, 0) }
-        for strip in 0..4 {
-            if strip < 3 {
-                // SAFETY: the caller's promises.
-                unsafe { self.products::<QUADS>(w, count, strip + 1) }
-            }
-            let mut held = [_mm512_setzero_ps(); TILE];
+        let (group, folded, y) = fold.unwrap_or((0, 3, std::ptr::null_mut()));
+        let (first, made) = make.unwrap_or((0, 0));
+        let fresh = QUADS == 4 || made == 0;
+        // SAFETY: the caller's promise: the wide form is held.
+        let a = unsafe { span.a.wide_ptr(first, span.b0).unwrap_unchecked() };
+        let next = span.a.m() * QUADS * 4;
+        let w = span.w.wrapping_add(made * STRIP);
+        let ahead = self.units * 1024;
+        self.units += 1;
+        let mut held = [_mm512_setzero_ps(); TILE];
+        if fold.is_some() && span.b0 > 0 {
             for r in 0..TILE {
                 // SAFETY: the caller's promise.
-                held[r] = unsafe { _mm512_loadu_ps(y.add(r * PANEL + strip * TILE)) };
+                held[r] = unsafe { _mm512_loadu_ps(y.add(r * TILE)) };
             }
-            for (i, slot) in meta.slot[..count].iter().enumerate() {
-                let (s, z, m) = meta.at(*slot, strip * TILE);
-                let products = &self.products[strip % 2][i];
-                // SAFETY: a slot has 64 elements, a product 16 x 16.
-                unsafe {
-                    let (s, m) = (_mm512_loadu_ps(s), _mm512_loadu_ps(m));
-                    let z = _mm512_loadu_si512(z.cast());
-                    for r in 0..TILE {
-                        let scale = _mm512_set1_ps(self.scales[i][r]);
-                        let mut t = _mm512_loadu_si512(products.as_ptr().add(r * TILE).cast());
-                        if K == INT8 && Z != MID {
-                            // As in `ints`: the zero is a 16-bit number with an upper half of 0.
-                            t = _mm512_sub_epi32(t, _mm512_madd_epi16(z, _mm512_set1_epi32(self.sums[i][r])));
-                        }
-                        held[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(t), _mm512_mul_ps(s, scale), held[r]);
-                        if Z == MIN {
-                            let sum = _mm512_cvtepi32_ps(_mm512_set1_epi32(self.sums[i][r]));
-                            held[r] = _mm512_fmadd_ps(_mm512_mul_ps(m, scale), sum, held[r]);
+        }
+        macro_rules! step {
+            ($i:expr, $product:ident) => {
+                if $i < span.count {
+                    let i = $i;
+                    if ahead < 16 * 256 {
+                        let lines = span.ahead.wrapping_add(ahead + i * 256);
+                        for line in 0..4 {
+                            _mm_prefetch::<_MM_HINT_T0>(lines.wrapping_add(line * 64).cast());
                         }
                     }
+                    if make.is_some() {
+                        // SAFETY: the caller's promises: the block's tiles are in `a` and `w`.
+                        unsafe {
+                            $product(fresh, a.wrapping_add(i * next), QUADS * 8, w.wrapping_add(i * QUADS * 64), self.last_to);
+                        }
+                        self.last_to = self.products[made % 2][i].as_mut_ptr();
+                    }
+                    if fold.is_some() {
+                        // SAFETY: a slot has 64 elements, a product 16 x 16.
+                        unsafe { self.fold::<K, Z>(span, i, group, folded, &mut held) }
+                    }
                 }
-            }
+            };
+        }
+        for at in (0..32 / QUADS).step_by(4) {
+            step!(at, product_0);
+            step!(at + 1, product_1);
+            step!(at + 2, product_2);
+            step!(at + 3, product_3);
+        }
+        if make.is_some() && (span.count % 2 == 1) {
+            // SAFETY: the place is this product's.
+            unsafe { flush(true, self.last_to) }
+            self.last_to = self.none.as_mut_ptr();
+        }
+        if fold.is_some() {
             for r in 0..TILE {
                 // SAFETY: the caller's promise.
-                unsafe { _mm512_storeu_ps(y.add(r * PANEL + strip * TILE), held[r]) }
+                unsafe { _mm512_storeu_ps(y.add(r * TILE), held[r]) }
             }
         }
     }
 
-    /// Products of a strip, by block.
-    ///
-    /// # Safety
-    /// As [`Group::multiply`].
     #[inline]
-    unsafe fn products<const QUADS: usize>(&mut self, w: *const u8, count: usize, strip: usize) {
-        let block = QUADS * 4;
-        for i in 0..count {
-            // SAFETY: the caller's promises: the block's tiles are in `a` and `w`.
-            unsafe {
-                let a = self.a.as_ptr().add(i * TILE * block);
-                let w = w.add(strip * STRIP + i * QUADS * 64);
-                product(i % 2 == 1, a, block, w, self.products[strip % 2][i].as_mut_ptr());
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
+    unsafe fn fold<const K: u8, const Z: u8>(&self, span: &Span, i: usize, group: usize, strip: usize, held: &mut [__m512; TILE]) {
+        let (s, z, m) = span.meta.at(span.meta.slot[i], strip * TILE);
+        let (products, scales) = (&self.products[strip % 2][i], &self.scales[group % 2][i]);
+        let sums = &self.sums[group % 2][i];
+        // SAFETY: a slot has 64 elements, a product 16 x 16.
+        unsafe {
+            let (s, m) = (_mm512_loadu_ps(s), _mm512_loadu_ps(m));
+            // Zeros are 16-bit numbers with an upper half of 0.
+            let z = _mm512_slli_epi32::<16>(_mm512_loadu_si512(z.cast()));
+            let z = _mm512_cvtepi32_ps(_mm512_srai_epi32::<16>(z));
+            for r in 0..TILE {
+                let scale = _mm512_set1_ps(scales[r]);
+                let mut t = _mm512_loadu_ps(products.as_ptr().add(r * TILE));
+                if K == INT8 && Z != MID {
+                    // Integers below 2^24: exact.
+                    t = _mm512_fnmadd_ps(z, _mm512_set1_ps(sums[r]), t);
+                }
+                held[r] = _mm512_fmadd_ps(t, _mm512_mul_ps(s, scale), held[r]);
+                if Z == MIN {
+                    held[r] = _mm512_fmadd_ps(_mm512_mul_ps(m, scale), _mm512_set1_ps(sums[r]), held[r]);
+                }
             }
         }
     }
 }
 
-/// `t[16][16] = a[16][block] x w[block / 4][16][4]`. Neighbouring calls take different registers (`odd`).
-///
-/// # Safety
-/// Tiles are configured for the block; everything is readable, `t` writable.
-#[inline]
-unsafe fn product(odd: bool, a: *const i8, block: usize, w: *const u8, t: *mut i32) {
-    macro_rules! tiles {
-        ($t:literal, $a:literal, $w:literal) => {
-            asm!(
-                concat!("tilezero ", $t),
-                concat!("tileloadd ", $a, ", [{a} + {row}]"),
-                concat!("tileloadd ", $w, ", [{w} + {line}]"),
-                concat!("tdpbssd ", $t, ", ", $a, ", ", $w),
-                concat!("tilestored [{t} + {line}], ", $t),
-                a = in(reg) a, row = in(reg) block, w = in(reg) w, line = in(reg) 64usize, t = in(reg) t,
-                options(nostack, preserves_flags)
-            )
-        };
-    }
+macro_rules! product {
+    ($name:ident, $t:literal, $w:literal, $a:literal, $last:literal) => {
+        #[inline(always)]
+        unsafe fn $name(fresh: bool, a: *const u16, row: usize, w: *const u16, last: *mut f32) {
+            // SAFETY: the caller's promises.
+            unsafe {
+                if fresh {
+                    asm!(
+                        concat!("tileloadd ", $a, ", [{a} + {row}]"),
+                        a = in(reg) a, row = in(reg) row,
+                        options(nostack, preserves_flags)
+                    )
+                }
+                asm!(
+                    concat!("tileloadd ", $w, ", [{w} + {line}]"),
+                    concat!("tilezero ", $t),
+                    concat!("tdpbf16ps ", $t, ", ", $a, ", ", $w),
+                    concat!("tilestored [{last} + {line}], ", $last),
+                    w = in(reg) w, line = in(reg) 64usize, last = in(reg) last,
+                    options(nostack, preserves_flags)
+                )
+            }
+        }
+    };
+}
+product!(product_0, "tmm0", "tmm2", "tmm4", "tmm1");
+product!(product_1, "tmm1", "tmm3", "tmm5", "tmm0");
+product!(product_2, "tmm0", "tmm2", "tmm6", "tmm1");
+product!(product_3, "tmm1", "tmm3", "tmm7", "tmm0");
+
+#[inline(always)]
+unsafe fn flush(even: bool, t: *mut f32) {
     // SAFETY: the caller's promises.
     unsafe {
-        if odd {
-            tiles!("tmm3", "tmm4", "tmm5");
-        } else {
-            tiles!("tmm0", "tmm1", "tmm2");
+        match even {
+            true => asm!("tilestored [{t} + {line}], tmm0", t = in(reg) t, line = in(reg) 64usize, options(nostack, preserves_flags)),
+            false => asm!("tilestored [{t} + {line}], tmm1", t = in(reg) t, line = in(reg) 64usize, options(nostack, preserves_flags)),
         }
     }
 }
@@ -386,13 +485,15 @@ struct Config {
     rows: [u8; 16],
 }
 
-/// Tiles 0 and 3 are products, 1 and 4 activations, 2 and 5 weights of blocks of `block` columns.
+/// Tiles 0 and 1 are products, 2 and 3 weights, the others activations of blocks of `block` columns.
 fn configure(block: usize) {
     let mut config = Config { palette: 1, start_row: 0, reserved: [0; 14], bytes: [0; 16], rows: [0; 16] };
-    for at in [0, 3] {
-        (config.rows[at], config.bytes[at]) = (16, 64);
-        (config.rows[at + 1], config.bytes[at + 1]) = (16, block as u16);
-        (config.rows[at + 2], config.bytes[at + 2]) = (block as u8 / 4, 64);
+    for at in 0..8 {
+        (config.rows[at], config.bytes[at]) = match at {
+            0 | 1 => (16, 64),
+            2 | 3 => (block as u8 / 2, 64),
+            _ => (16, block as u16 * 2),
+        };
     }
     // SAFETY: called by this table's kernels only, so the instruction exists; the configuration is valid.
     unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, preserves_flags, readonly)) }
