@@ -9,13 +9,11 @@
 //! scale, which makes that row's results NaN and no other's.
 //! Bytes: rows are taken [`MR`] at a time (the last rows `mb = m % MR`), block-major:
 //! `byte(b, r, quad, kk) = b*m*B + (r/MR)*MR*B + (quad*mb + r%MR)*4 + kk`, so that one row is plain
-//! and four rows are read as one stream. Scales and sums are `[blocks][m]`.
+//! and four rows are read as one stream. Where the table's kernels read tiles of rows, and there are rows enough, they
+//! are all plain instead: `byte(b, r, quad, kk) = (b*m + r)*B + quad*4 + kk`. Scales and sums are `[blocks][m]`.
 //! What the middle code 8 of int4 subtracts is kept ready as the start value of 16-bit sums:
 //! `middles[blocks][m]` holds `-8 * sum` over the columns with `k % 4 < 2` (low 16 bits) and over the
 //! others (high 16 bits).
-//!
-//! **Wide form**, where the table's kernels want it and there are rows enough: the int8 values again, as bf16, which
-//! holds them exactly: `[blocks][m][block]`, the columns of each four in the order 0, 2, 1, 3.
 //!
 //! Blocks have 32 columns, or 16 for a weight whose group is no multiple of 32; weights that need
 //! either may share an input, which is then held in both. What a weight reads depends on the weight
@@ -32,7 +30,7 @@ use quern_models::{Mini, Scheme};
 /// Rows of an activation block, and of a register tile.
 pub const MR: usize = 4;
 
-/// Rows that kernels of the wide form read at a time.
+/// Rows that a kernel of plain rows reads at a time.
 pub(crate) const TILE: usize = 16;
 
 /// Largest |x| of a block that is quantized to zeros; below it 127 / max|x| could overflow.
@@ -111,13 +109,12 @@ pub struct Int8 {
     m: usize,
     block: usize,
     blocks: usize,
+    /// All rows are plain.
+    plain: bool,
     q: Buf<i8>,
     scales: Buf<f32>,
     sums: Buf<i32>,
     middles: Buf<i32>,
-    /// The wide form is held.
-    wide_held: bool,
-    wide: Buf<u16>,
 }
 
 /// What the quantizer knows of a block besides its values.
@@ -245,15 +242,12 @@ impl Int8 {
     fn reset(&mut self, isa: &Isa, m: usize, k: usize, block: usize) {
         let blocks = k.div_ceil(block);
         (self.m, self.block, self.blocks) = (m, block, blocks);
-        self.q.reserve(m * blocks * block);
+        self.plain = m >= isa.plain;
+        // A tile of plain rows is read whole, past the last one.
+        self.q.reserve((m * blocks + if self.plain { TILE } else { 0 }) * block);
         self.scales.reserve(m * blocks);
         self.sums.reserve(m * blocks);
         self.middles.reserve(m * blocks);
-        self.wide_held = isa.wide.is_some_and(|(from, _)| m >= from);
-        if self.wide_held {
-            // A tile of rows is read whole, past the last one.
-            self.wide.reserve((m * blocks + TILE) * block);
-        }
     }
 
     /// Quantizes blocks `b..` of one row, as many as `x` has.
@@ -273,13 +267,7 @@ impl Int8 {
             // SAFETY: `x` has `block` columns; the quads of (row, b) lie in `q`, for the caller
             // alone; an Isa exists only where its instructions do.
             unsafe {
-                let to = self.q.ptr().add(to);
-                let quantum = match isa.wide {
-                    Some((_, quantize)) if self.wide_held => {
-                        quantize(x, to, step, self.wide.ptr().add((b * self.m + row) * self.block))
-                    }
-                    _ => (isa.quantize)(x, to, step),
-                };
+                let quantum = (isa.quantize)(x, self.q.ptr().add(to), step);
                 *self.scales.ptr().add(b * self.m + row) = quantum.scale;
                 *self.sums.ptr().add(b * self.m + row) = quantum.sum;
                 *self.middles.ptr().add(b * self.m + row) = quantum.middle;
@@ -308,6 +296,9 @@ impl Int8 {
     /// Byte of the first quad of (row, block), and bytes from one quad to the next.
     #[inline]
     fn quads(&self, row: usize, b: usize) -> (usize, usize) {
+        if self.plain {
+            return ((b * self.m + row) * self.block, 4);
+        }
         let first = row / MR * MR;
         let mb = (self.m - first).min(MR);
         ((b * self.m + first) * self.block + row % MR * 4, mb * 4)
@@ -332,17 +323,17 @@ impl Int8 {
         unsafe { (*self.scales.ptr().add(i), *self.sums.ptr().add(i)) }
     }
 
-    /// Values of rows `first..` (`first` a multiple of [`MR`]) in block `b`.
+    /// Rows are plain: a tile of [`TILE`] is readable from any of them.
+    #[inline]
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+    pub(crate) fn plain(&self) -> bool {
+        self.plain
+    }
+
+    /// Values of rows `first..` in block `b`; if they are not plain, `first` is a multiple of [`MR`].
     #[inline]
     pub(crate) fn q_ptr(&self, first: usize, b: usize) -> *const i8 {
         self.q.ptr().wrapping_add((b * self.m + first) * self.block)
-    }
-
-    /// Wide form of rows `row..` in block `b`, [`TILE`] rows of which are readable; `None` if it is not held.
-    #[inline]
-    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-    pub(crate) fn wide_ptr(&self, row: usize, b: usize) -> Option<*const u16> {
-        self.wide_held.then(|| self.wide.ptr().wrapping_add((b * self.m + row) * self.block) as *const u16)
     }
 
     /// Scales of rows `row..` in block `b`.

@@ -14,7 +14,6 @@ const ALIGN: usize = 64;
 pub trait Plain: Copy + Send + Sync + 'static {}
 impl Plain for u8 {}
 impl Plain for i8 {}
-impl Plain for u16 {}
 impl Plain for i32 {}
 impl Plain for f32 {}
 

@@ -29,8 +29,6 @@ pub enum Level {
 
 /// int8 quantization of one block: `x` is a whole block, quads go to `to`, `step` bytes apart.
 pub(crate) type Quantize = unsafe fn(x: &[f32], to: *mut i8, step: usize) -> Quantum;
-/// The same, and the values once more to `wide`, as the table's kernels of integer weights want them.
-pub(crate) type QuantizeWide = unsafe fn(x: &[f32], to: *mut i8, step: usize, wide: *mut u16) -> Quantum;
 /// `tile[r][0..64]` = outputs of a panel of an integer weight for activation row `rows.start + r`.
 pub(crate) type IntLinear = unsafe fn(&IntPanel, &Acts, Range<usize>, &mut [f32], &mut Scratch);
 /// The same for a float weight.
@@ -52,14 +50,14 @@ pub struct Isa {
     pub executed: bool,
     pub(crate) detected: fn() -> bool,
     pub(crate) quantize: Quantize,
-    /// Also writes the wide form ([`super::acts`]), which is held for so many rows or more.
-    pub(crate) wide: Option<(usize, QuantizeWide)>,
     pub(crate) int4_int8: IntLinear,
     pub(crate) int4_f32: IntLinear,
     pub(crate) int8_int8: IntLinear,
     pub(crate) int8_f32: IntLinear,
     pub(crate) float: FloatLinear,
     pub(crate) peak: Peak,
+    /// From so many activation rows on, int8 values are kept as plain rows ([`super::acts`]).
+    pub(crate) plain: usize,
     /// Kernels of integer weights compute the wanted half of a panel only.
     pub(crate) strips: bool,
     /// Most activation rows of a unit of work: what a panel's codes are unpacked for.

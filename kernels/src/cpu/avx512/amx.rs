@@ -1,6 +1,6 @@
 //! Codes times int8 activations on AMX: many rows, tiles of 16 activation rows x 16 weight rows.
 //!
-//! `tdpbf16ps` multiplies a tile `[16 rows][block]` of activations by one `[block / 2][16 weight rows][2]` of weights.
+//! `tdpbssd` multiplies a tile `[16 rows][block]` of activations by one `[block / 2][16 weight rows][2]` of weights.
 //! Both are small integers as bf16, which holds them exactly, and f32 sums of their products stay below 2^24: they are
 //! exact in any order. `tdpbssd` would take bytes, but as long, and its sums would have to be converted.
 //! A tile's product is of one activation block, so it is stored, scaled and added to the outputs: two vector operations
@@ -18,34 +18,34 @@ use super::*;
 use crate::cpu::acts::{Acts, Int8, TILE};
 use crate::cpu::avx2::{CODE, MID, MIN, middles};
 use crate::cpu::linear::{IntPanel, Meta, SPAN, Scratch};
-use crate::cpu::mini::{E2M1, E2M1_ZERO};
+use crate::cpu::mini::E2M1;
 use quern_models::{PANEL, ZeroKind};
 use std::arch::asm;
 use std::ops::Range;
 
 pub(crate) static ISA: Isa =
-    Isa { name: "amx", detected, int4_int8: panel, int8_int8: panel, peak, rows: 128, wide: Some((FEW, quantize::wide)), ..super::ISA };
+    Isa { name: "amx", detected, int4_int8: panel, int8_int8: panel, peak, rows: 128, plain: FEW, ..super::ISA };
 
-/// Fewer rows of a tile than this are left to `vpdpbusd`: a tile takes as long as so many.
-const LEAST: usize = 12;
+/// Fewer rows than this are left to `vpdpbusd`: unpacking a span costs as much as what is gained.
+const FEW: usize = 12;
 
-/// Fewer rows than this in all are left to it, too: unpacking a span costs as much as what is gained.
-const FEW: usize = 24;
+/// 1.5 * 2^23: added to the bits of a float of this size, an integer below 2^22 is added to its value.
+const MAGIC: f32 = 12_582_912.0;
 
-/// Elements of an unpacked span of 16 weight rows.
+/// Bytes of an unpacked span of 16 weight rows.
 const STRIP: usize = TILE * SPAN;
 
-/// The processor has AMX for bf16, the system saves its registers, and lets this process use them.
+/// The processor has AMX for int8, the system saves its registers, and lets this process use them.
 fn detected() -> bool {
     use std::sync::OnceLock;
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| super::detected() && has_amx() && permitted())
 }
 
-/// CPUID leaf 7: AMX-BF16, AMX-TILE and AMX-INT8.
+/// CPUID leaf 7: AMX-TILE and AMX-INT8.
 fn has_amx() -> bool {
     let leaf = |n| __cpuid_count(n, 0);
-    leaf(0).eax >= 7 && leaf(7).edx >> 24 & 3 == 3 && leaf(7).edx >> 22 & 1 == 1
+    leaf(0).eax >= 7 && leaf(7).edx >> 24 & 3 == 3
 }
 
 /// Linux gives tile registers to processes that ask (`Documentation/arch/x86/xstate.rst`): 18 is their state.
@@ -76,21 +76,11 @@ fn permitted() -> bool {
 /// The instructions of [`ISA`] exist; shapes as [`crate::cpu::linear::linear_panel`] checks them.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
 unsafe fn panel(w: &IntPanel, a: &Acts, rows: Range<usize>, tile: &mut [f32], scratch: &mut Scratch) {
-    let of = a.int8(w.block);
-    let end = match rows.len() % TILE {
-        _ if rows.len() < FEW || of.wide_ptr(0, 0).is_none() => rows.start,
-        part if part < LEAST => rows.end - part,
-        _ => rows.end,
-    };
-    let (tile, rest) = tile.split_at_mut((end - rows.start) * PANEL);
-    if end < rows.end {
-        // SAFETY: the caller's promises; `end` is a multiple of `TILE` from the start, so of `MR`.
-        unsafe { ints::panel(w, a, end..rows.end, rest, scratch) };
+    let of = Panel { w, a: a.int8(w.block), rows: rows.clone() };
+    if !of.a.plain() {
+        // SAFETY: the caller's promises.
+        return unsafe { ints::panel(w, a, rows, tile, scratch) };
     }
-    if tile.is_empty() {
-        return;
-    }
-    let of = Panel { w, a: of, rows: rows.start..end };
     // SAFETY: the caller's promises.
     unsafe {
         match (w.bits, w.mini.is_some(), w.zero) {
@@ -135,8 +125,8 @@ impl Panel<'_> {
         let (w, a, rows) = (self.w, self.a, self.rows.clone());
         let (block, quad) = (QUADS * 4, if K == INT8 { 256 } else { 128 });
         let bias = if K == INT8 { 128 } else { 0 };
-        scratch.bytes.reserve(4 * STRIP * size_of::<u16>() + size_of::<Work>());
-        let codes_to = scratch.bytes.ptr().cast::<u16>();
+        scratch.bytes.reserve(4 * STRIP + size_of::<Work>());
+        let codes_to = scratch.bytes.ptr();
         // SAFETY: the buffer starts on a 64-byte boundary, as strips end, and has room for the work behind them, which
         // is numbers: any bytes are one, and all were written once.
         let work = unsafe { &mut *codes_to.add(4 * STRIP).cast::<Work>() };
@@ -206,81 +196,50 @@ unsafe fn put<const K: u8>(from: *const f32, to: *mut f32) {
     }
 }
 
-/// bf16 of a code's low five bits. With stored zeros the bits are code less zero, else the upper one is anything.
-const fn values<const K: u8, const Z: u8>() -> [u16; 32] {
-    let (mut to, mut i) = ([0; 32], 0);
-    while i < 32 {
-        let code = (i % 16) as i32;
-        let value = match (K, Z) {
-            (FP4, _) => E2M1[i % 16] as i32 - E2M1_ZERO,
-            (_, MIN) => code,
-            (_, MID) => code - 8,
-            _ if i < 16 => code,
-            _ => code - 16,
-        };
-        to[i] = ((value as f32).to_bits() >> 16) as u16;
-        i += 1;
-    }
-    to
-}
-
-/// Unpacks a span into four strips `[quad][2][16 weight rows][2]` of bf16, weight rows in the order of [`reorder_row`]:
-/// columns 0 and 2 of the quad, then 1 and 3.
+/// Unpacks a span into four strips `[quad][16 weight rows][4]` of signed bytes, weight rows in the order of
+/// [`put`].
 ///
 /// # Safety
 /// `to` is writable for four strips.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-unsafe fn unpack<const K: u8, const Z: u8, const QUADS: usize>(codes: &[u8], meta: &Meta, to: *mut u16) {
-    let table = const { values::<K, Z>() };
-    // SAFETY: the table has 64 bytes.
-    let table = unsafe { _mm512_loadu_si512(table.as_ptr().cast()) };
+unsafe fn unpack<const K: u8, const Z: u8, const QUADS: usize>(codes: &[u8], meta: &Meta, to: *mut u8) {
+    let low = _mm512_set1_epi8(15);
+    // SAFETY: the table has 16 bytes.
+    let table = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(E2M1.as_ptr().cast()) });
     for (q, quad) in codes.chunks_exact(if K == INT8 { 256 } else { 128 }).enumerate() {
-        for (part, codes) in quad.chunks_exact(64).enumerate() {
-            // SAFETY: a chunk has 64 bytes; the caller's promise for `to`, and a span has 32 quads.
-            let put = |strip: usize, v: [__m512i; 2]| unsafe {
-                let to = to.add(strip * STRIP + q * 64);
-                _mm512_storeu_si512(to.cast(), v[0]);
-                _mm512_storeu_si512(to.add(32).cast(), v[1]);
-            };
-            // SAFETY: as above.
-            let v = unsafe { _mm512_loadu_si512(codes.as_ptr().cast()) };
-            if K == INT8 {
-                put(part, wide(_mm512_xor_si512(v, _mm512_set1_epi8(-128))));
-                continue;
+        let zero = |v: usize| match (K, Z) {
+            (INT4, MID) => _mm512_set1_epi8(8),
+            (FP4, _) => _mm512_set1_epi8(16),
+            (INT4, CODE) => {
+                // SAFETY: a slot has 64 elements. A zero's low byte, four times.
+                let z = unsafe { _mm512_loadu_si512(meta.at(meta.slot[q / QUADS], v * TILE).1.cast()) };
+                let z = _mm512_or_si512(z, _mm512_slli_epi32::<8>(z));
+                _mm512_or_si512(z, _mm512_slli_epi32::<16>(z))
             }
-            let halves = [
-                [v, _mm512_srli_epi16::<8>(v)],
-                [_mm512_srli_epi16::<4>(v), _mm512_srli_epi16::<12>(v)],
-            ];
-            for (i, half) in halves.into_iter().enumerate() {
-                let strip = part * 2 + i;
-                let half = half.map(|v| {
-                    if Z != CODE {
-                        return _mm512_permutexvar_epi16(v, table);
+            _ => _mm512_setzero_si512(),
+        };
+        for part in 0..quad.len() / 64 {
+            // SAFETY: `part` is in the quad; the caller's promise for `to`, and a span has 32 quads.
+            unsafe {
+                let v = _mm512_loadu_si512(quad.as_ptr().add(part * 64).cast());
+                let put = |strip: usize, v: __m512i| _mm512_storeu_si512(to.add(strip * STRIP + q * 64).cast(), v);
+                if K == INT8 {
+                    put(part, _mm512_xor_si512(v, _mm512_set1_epi8(-128)));
+                    continue;
+                }
+                let mut codes = [_mm512_and_si512(v, low), _mm512_and_si512(_mm512_srli_epi16::<4>(v), low)];
+                for (i, codes) in codes.iter_mut().enumerate() {
+                    if K == FP4 {
+                        *codes = _mm512_shuffle_epi8(table, *codes);
                     }
-                    // SAFETY: a slot has 64 elements; a zero's low half, twice.
-                    let z = unsafe { _mm512_loadu_si512(meta.at(meta.slot[q / QUADS], strip * TILE).1.cast()) };
-                    let z = _mm512_or_si512(z, _mm512_slli_epi32::<16>(z));
-                    let code = _mm512_and_si512(v, _mm512_set1_epi16(15));
-                    _mm512_permutexvar_epi16(_mm512_sub_epi16(code, z), table)
-                });
-                put(strip, half);
+                    if Z != MIN {
+                        *codes = _mm512_sub_epi8(*codes, zero(part * 2 + i));
+                    }
+                    put(part * 2 + i, *codes);
+                }
             }
         }
     }
-}
-
-/// Signed bytes of quads as bf16: the quads' values 0 and 2, then 1 and 3.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-fn wide(v: __m512i) -> [__m512i; 2] {
-    let float = |v: __m512i| _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(v)));
-    // The lower halves of these floats are zero.
-    let join = |low: __m512i, high: __m512i| _mm512_or_si512(_mm512_srli_epi32::<16>(low), high);
-    [
-        join(float(_mm512_slli_epi32::<24>(v)), float(_mm512_slli_epi32::<8>(v))),
-        join(float(_mm512_slli_epi32::<16>(v)), float(v)),
-    ]
 }
 
 /// One span of a panel and of the activations.
@@ -290,7 +249,7 @@ struct Span<'a> {
     b0: usize,
     count: usize,
     /// Unpacked strips.
-    w: *const u16,
+    w: *const u8,
     meta: &'a Meta,
     /// Codes of the next span, to be asked for.
     ahead: *const u8,
@@ -303,13 +262,13 @@ const BLOCKS: usize = SPAN / 16;
 #[repr(C, align(64))]
 struct Work {
     /// Products of two strips, by block: those of the next are computed while this one's are added up.
-    products: [[[f32; TILE * TILE]; BLOCKS]; 2],
+    products: [[[i32; TILE * TILE]; BLOCKS]; 2],
     /// Scales and sums of two groups of rows, `[block][row]`; of rows that do not exist, zero.
     scales: [[[f32; TILE]; BLOCKS]; 2],
     sums: [[[f32; TILE]; BLOCKS]; 2],
     /// Where the product that was computed last belongs.
-    last_to: *mut f32,
-    none: [f32; TILE * TILE],
+    last_to: *mut i32,
+    none: [i32; TILE * TILE],
     units: usize,
 }
 
@@ -350,8 +309,7 @@ impl Work {
         let (group, folded, y) = fold.unwrap_or((0, 3, std::ptr::null_mut()));
         let (first, made) = make.unwrap_or((0, 0));
         let fresh = QUADS == 4 || made == 0;
-        // SAFETY: the caller's promise: the wide form is held.
-        let a = unsafe { span.a.wide_ptr(first, span.b0).unwrap_unchecked() };
+        let a = span.a.q_ptr(first, span.b0);
         let next = span.a.m() * QUADS * 4;
         let w = span.w.wrapping_add(made * STRIP);
         let ahead = self.units * 1024;
@@ -376,7 +334,7 @@ impl Work {
                     if make.is_some() {
                         // SAFETY: the caller's promises: the block's tiles are in `a` and `w`.
                         unsafe {
-                            $product(fresh, a.wrapping_add(i * next), QUADS * 8, w.wrapping_add(i * QUADS * 64), self.last_to);
+                            $product(fresh, a.wrapping_add(i * next), QUADS * 4, w.wrapping_add(i * QUADS * 64), self.last_to);
                         }
                         self.last_to = self.products[made % 2][i].as_mut_ptr();
                     }
@@ -418,9 +376,12 @@ impl Work {
             // Zeros are 16-bit numbers with an upper half of 0.
             let z = _mm512_slli_epi32::<16>(_mm512_loadu_si512(z.cast()));
             let z = _mm512_cvtepi32_ps(_mm512_srai_epi32::<16>(z));
+            let magic = _mm512_set1_ps(MAGIC);
             for r in 0..TILE {
                 let scale = _mm512_set1_ps(scales[r]);
-                let mut t = _mm512_loadu_ps(products.as_ptr().add(r * TILE));
+                let t = _mm512_loadu_si512(products.as_ptr().add(r * TILE).cast());
+                let t = _mm512_castsi512_ps(_mm512_add_epi32(t, _mm512_castps_si512(magic)));
+                let mut t = _mm512_sub_ps(t, magic);
                 if K == INT8 && Z != MID {
                     // Integers below 2^24: exact.
                     t = _mm512_fnmadd_ps(z, _mm512_set1_ps(sums[r]), t);
@@ -437,7 +398,7 @@ impl Work {
 macro_rules! product {
     ($name:ident, $t:literal, $w:literal, $a:literal, $last:literal) => {
         #[inline(always)]
-        unsafe fn $name(fresh: bool, a: *const u16, row: usize, w: *const u16, last: *mut f32) {
+        unsafe fn $name(fresh: bool, a: *const i8, row: usize, w: *const u8, last: *mut i32) {
             // SAFETY: the caller's promises.
             unsafe {
                 if fresh {
@@ -450,7 +411,7 @@ macro_rules! product {
                 asm!(
                     concat!("tileloadd ", $w, ", [{w} + {line}]"),
                     concat!("tilezero ", $t),
-                    concat!("tdpbf16ps ", $t, ", ", $a, ", ", $w),
+                    concat!("tdpbssd ", $t, ", ", $a, ", ", $w),
                     concat!("tilestored [{last} + {line}], ", $last),
                     w = in(reg) w, line = in(reg) 64usize, last = in(reg) last,
                     options(nostack, preserves_flags)
@@ -465,7 +426,7 @@ product!(product_2, "tmm0", "tmm2", "tmm6", "tmm1");
 product!(product_3, "tmm1", "tmm3", "tmm7", "tmm0");
 
 #[inline(always)]
-unsafe fn flush(even: bool, t: *mut f32) {
+unsafe fn flush(even: bool, t: *mut i32) {
     // SAFETY: the caller's promises.
     unsafe {
         match even {
@@ -491,8 +452,8 @@ fn configure(block: usize) {
     for at in 0..8 {
         (config.rows[at], config.bytes[at]) = match at {
             0 | 1 => (16, 64),
-            2 | 3 => (block as u8 / 2, 64),
-            _ => (16, block as u16 * 2),
+            2 | 3 => (block as u8 / 4, 64),
+            _ => (16, block as u16),
         };
     }
     // SAFETY: called by this table's kernels only, so the instruction exists; the configuration is valid.
