@@ -14,7 +14,7 @@ mod exact;
 mod float;
 mod int4;
 mod int8;
-pub(super) mod quantize;
+mod quantize;
 pub(super) mod vnni;
 
 use super::isa::{Isa, Level};

@@ -58,7 +58,7 @@ unsafe fn vectors<const N: usize>(x: &[f32], to: *mut i8, step: usize) -> Quantu
 /// Sums of 8 quads: over their first two values, and over the other two.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(crate) fn pair_sums(quads: __m256i) -> [i32; 2] {
+fn pair_sums(quads: __m256i) -> [i32; 2] {
     let pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), quads);
     let pairs = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256::<1>(pairs));
     let pairs = _mm_add_epi16(pairs, _mm_shuffle_epi32::<0x4e>(pairs));

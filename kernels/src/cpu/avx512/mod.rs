@@ -9,7 +9,6 @@
 
 pub(super) mod amx;
 mod ints;
-mod quantize;
 
 use super::avx2;
 use super::isa::{Isa, Level};
@@ -20,7 +19,6 @@ pub(crate) static ISA: Isa = Isa {
     level: Level::Avx512,
     executed: true,
     detected,
-    quantize: quantize::block,
     int4_int8: ints::panel,
     int8_int8: ints::panel,
     peak,
