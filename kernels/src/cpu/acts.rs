@@ -242,7 +242,7 @@ impl Int8 {
     fn reset(&mut self, isa: &Isa, m: usize, k: usize, block: usize) {
         let blocks = k.div_ceil(block);
         (self.m, self.block, self.blocks) = (m, block, blocks);
-        self.plain = m >= isa.plain;
+        self.plain = (isa.plain)(m);
         // A tile of plain rows is read whole, past the last one.
         self.q.reserve((m * blocks + if self.plain { TILE } else { 0 }) * block);
         self.scales.reserve(m * blocks);

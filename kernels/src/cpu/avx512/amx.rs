@@ -1,14 +1,17 @@
 //! Codes times int8 activations on AMX: many rows, tiles of 16 activation rows x 16 weight rows.
 //!
-//! `tdpbssd` multiplies a tile `[16 rows][block]` of activations by one `[block / 2][16 weight rows][2]` of weights.
-//! Both are small integers as bf16, which holds them exactly, and f32 sums of their products stay below 2^24: they are
-//! exact in any order. `tdpbssd` would take bytes, but as long, and its sums would have to be converted.
-//! A tile's product is of one activation block, so it is stored, scaled and added to the outputs: two vector operations
-//! a row, where `vpdpbusd` needs twelve. Products of a strip of 16 weight rows alternate with folds of the strip
-//! before it, tile by tile: what is stored is read four or more products later, when it has arrived.
-//! Activations are read as they were quantized ([`crate::cpu::acts`], wide form). Codes are unpacked once a span: a
-//! table of 32 bf16 is indexed by a code's low bits, less the zero where there is one. (int8 with stored zeros or
-//! minima is unpacked less 128, and what is left of the zero is subtracted from the sums.)
+//! `tdpbssd` multiplies a tile `[16 rows][block]` of activations by one `[block / 4][16 weight rows][4]` of weights;
+//! P64 holds codes of a panel in just this order, four tiles beside each other, and activations are plain rows
+//! ([`crate::cpu::acts`]). A tile's product is of one activation block, so it is stored, scaled and added to the outputs
+//! before the next. Codes are unpacked to signed bytes once a span: the integer that means zero is subtracted there,
+//! unless it does not fit a byte (int8 with stored zeros or minima).
+//!
+//! What was measured of the processor, and shapes the loop (ARCHITECTURE.md): a product takes 16 cycles, but is there
+//! only after 52, and a tile's store waits for it and holds up what follows, so a product is stored after the next
+//! one was asked for. While tile instructions are about, 512-bit multiplications and conversions take place on one port
+//! instead of two; additions do not, so integers become floats by two additions ([`MAGIC`]). Loads of tiles cost more
+//! than their bytes: four tiles of activations stay in registers for the four strips of a span. Products of a strip of
+//! 16 weight rows alternate with folds of the strip before it, tile by tile.
 //!
 //! Instructions: Intel's Architecture Instruction Set Extensions Programming Reference, chapter 3 (AMX); they have
 //! no stable intrinsics, so they are assembly. No compiled code uses tile registers, so none are saved.
@@ -16,7 +19,7 @@
 use super::ints::{self, FP4, INT4, INT8, factors};
 use super::*;
 use crate::cpu::acts::{Acts, Int8, TILE};
-use crate::cpu::avx2::{CODE, MID, MIN, middles};
+use crate::cpu::avx2::{CODE, MID, MIN, middles, prefetch};
 use crate::cpu::linear::{IntPanel, Meta, SPAN, Scratch};
 use crate::cpu::mini::E2M1;
 use quern_models::{PANEL, ZeroKind};
@@ -24,12 +27,15 @@ use std::arch::asm;
 use std::ops::Range;
 
 pub(crate) static ISA: Isa =
-    Isa { name: "amx", detected, int4_int8: panel, int8_int8: panel, peak, rows: 128, plain: FEW, ..super::ISA };
+    Isa { name: "amx", detected, int4_int8: panel, int8_int8: panel, peak, rows: 128, plain: enough, ..super::ISA };
 
-/// Fewer rows than this are left to `vpdpbusd`: unpacking a span costs as much as what is gained.
-const FEW: usize = 12;
+/// So many rows are worth unpacking spans: fewer are left to `vpdpbusd`, and so are those that would leave a second
+/// tile all but empty.
+fn enough(m: usize) -> bool {
+    m == TILE || m >= TILE + 4
+}
 
-/// 1.5 * 2^23: added to the bits of a float of this size, an integer below 2^22 is added to its value.
+/// 1.5 * 2^23. An integer below 2^22, added to the bits of this float, is added to its value.
 const MAGIC: f32 = 12_582_912.0;
 
 /// Bytes of an unpacked span of 16 weight rows.
@@ -119,17 +125,17 @@ impl Panel<'_> {
     /// `QUADS` of 4 columns make an activation block.
     ///
     /// # Safety
-    /// As [`panel`]; the wide form is held; `K`, `Z` and `QUADS` are the weight's.
+    /// As [`panel`]; rows are plain; `K`, `Z` and `QUADS` are the weight's.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
     unsafe fn spans<const K: u8, const Z: u8, const QUADS: usize>(&self, tile: &mut [f32], scratch: &mut Scratch) {
         let (w, a, rows) = (self.w, self.a, self.rows.clone());
         let (block, quad) = (QUADS * 4, if K == INT8 { 256 } else { 128 });
         let bias = if K == INT8 { 128 } else { 0 };
         scratch.bytes.reserve(4 * STRIP + size_of::<Work>());
-        let codes_to = scratch.bytes.ptr();
+        let unpacked = scratch.bytes.ptr();
         // SAFETY: the buffer starts on a 64-byte boundary, as strips end, and has room for the work behind them, which
         // is numbers: any bytes are one, and all were written once.
-        let work = unsafe { &mut *codes_to.add(4 * STRIP).cast::<Work>() };
+        let work = unsafe { &mut *unpacked.add(4 * STRIP).cast::<Work>() };
         let groups = rows.len().div_ceil(TILE);
         scratch.partial.reserve(groups * TILE * PANEL);
         let sums = scratch.partial.ptr();
@@ -140,12 +146,12 @@ impl Panel<'_> {
             factors::<K, Z, false>(w, b0, count, bias, &mut scratch.meta);
             let codes = &w.codes[b0 * QUADS * quad..][..count * QUADS * quad];
             let ahead = codes.as_ptr().wrapping_add(codes.len());
-            let span = Span { a, b0, count, w: codes_to, meta: &scratch.meta, ahead };
-            // SAFETY: `codes_to` has room for a span; rows of groups are in `a`, because `rows` is, their sums in `sums`.
+            let span = Span { a, b0, count, w: unpacked, meta: &scratch.meta, ahead };
+            // SAFETY: `unpacked` has room for a span; rows of groups are in `a`, because `rows` is, their sums in `sums`.
             unsafe {
-                unpack::<K, Z, QUADS>(codes, &scratch.meta, codes_to);
+                unpack::<K, Z, QUADS>(codes, &scratch.meta, unpacked);
                 let sums = |group: usize, strip: usize| sums.add((group * 4 + strip) * TILE * TILE);
-                work.last_to = work.none.as_mut_ptr();
+                work.last_to = work.nowhere.as_mut_ptr();
                 work.units = 0;
                 for group in 0..groups {
                     let first = rows.start + group * TILE;
@@ -160,7 +166,7 @@ impl Panel<'_> {
                         work.unit::<K, Z, QUADS>(&span, make, fold);
                     }
                 }
-                flush(false, work.last_to);
+                store_odd(work.last_to);
                 work.unit::<K, Z, QUADS>(&span, None, Some((groups - 1, 3, sums(groups - 1, 3))));
             }
         }
@@ -266,9 +272,10 @@ struct Work {
     /// Scales and sums of two groups of rows, `[block][row]`; of rows that do not exist, zero.
     scales: [[[f32; TILE]; BLOCKS]; 2],
     sums: [[[f32; TILE]; BLOCKS]; 2],
-    /// Where the product that was computed last belongs.
+    /// Where the product that is not stored yet belongs; before the first, to `nowhere`.
     last_to: *mut i32,
-    none: [i32; TILE * TILE],
+    nowhere: [i32; TILE * TILE],
+    /// Units of this span that were begun.
     units: usize,
 }
 
@@ -293,8 +300,9 @@ impl Work {
         }
     }
 
-    /// Computes products of (rows from `first` on, strip), by block, and meanwhile adds those of the unit before, (group,
-    /// strip), to its outputs `y[16][64]`, weight rows in the order of `w`.
+    /// Makes the products of a strip and the rows from `first` on, `(first, strip)`, block by block, and meanwhile adds
+    /// those of the unit before to its outputs, `(group, strip, y[16][16])`. The last product is left in its register:
+    /// `last_to` says where it belongs.
     ///
     /// # Safety
     /// Rows, blocks and outputs exist; tiles are configured for the block; strip 0 of a group comes first.
@@ -312,7 +320,8 @@ impl Work {
         let a = span.a.q_ptr(first, span.b0);
         let next = span.a.m() * QUADS * 4;
         let w = span.w.wrapping_add(made * STRIP);
-        let ahead = self.units * 1024;
+        // The first four units ask for 4 KiB: 128 columns of 4 bits.
+        let asked = self.units * 1024;
         self.units += 1;
         let mut held = [_mm512_setzero_ps(); TILE];
         if fold.is_some() && span.b0 > 0 {
@@ -325,17 +334,15 @@ impl Work {
             ($i:expr, $product:ident) => {
                 if $i < span.count {
                     let i = $i;
-                    if ahead < 16 * 256 {
-                        let lines = span.ahead.wrapping_add(ahead + i * 256);
+                    if asked < 4096 {
                         for line in 0..4 {
-                            _mm_prefetch::<_MM_HINT_T0>(lines.wrapping_add(line * 64).cast());
+                            prefetch(span.ahead.wrapping_add(asked + (i * 4 + line) * 64));
                         }
                     }
                     if make.is_some() {
+                        let (a, w) = (a.wrapping_add(i * next), w.wrapping_add(i * QUADS * 64));
                         // SAFETY: the caller's promises: the block's tiles are in `a` and `w`.
-                        unsafe {
-                            $product(fresh, a.wrapping_add(i * next), QUADS * 4, w.wrapping_add(i * QUADS * 64), self.last_to);
-                        }
+                        unsafe { $product(fresh, a, QUADS * 4, w, self.last_to) }
                         self.last_to = self.products[made % 2][i].as_mut_ptr();
                     }
                     if fold.is_some() {
@@ -351,10 +358,11 @@ impl Work {
             step!(at + 2, product_2);
             step!(at + 3, product_3);
         }
-        if make.is_some() && (span.count % 2 == 1) {
-            // SAFETY: the place is this product's.
-            unsafe { flush(true, self.last_to) }
-            self.last_to = self.none.as_mut_ptr();
+        if make.is_some() && span.count % 2 == 1 {
+            // The next unit begins with this product's register.
+            // SAFETY: the place is the product's.
+            unsafe { store_even(self.last_to) }
+            self.last_to = self.nowhere.as_mut_ptr();
         }
         if fold.is_some() {
             for r in 0..TILE {
@@ -364,9 +372,20 @@ impl Work {
         }
     }
 
+    /// Adds a block's product, of a strip and a group, to its outputs by row.
+    ///
+    /// # Safety
+    /// The block is the span's.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")]
-    unsafe fn fold<const K: u8, const Z: u8>(&self, span: &Span, i: usize, group: usize, strip: usize, held: &mut [__m512; TILE]) {
+    unsafe fn fold<const K: u8, const Z: u8>(
+        &self,
+        span: &Span,
+        i: usize,
+        group: usize,
+        strip: usize,
+        held: &mut [__m512; TILE],
+    ) {
         let (s, z, m) = span.meta.at(span.meta.slot[i], strip * TILE);
         let (products, scales) = (&self.products[strip % 2][i], &self.scales[group % 2][i]);
         let sums = &self.sums[group % 2][i];
@@ -395,6 +414,11 @@ impl Work {
     }
 }
 
+/// `$name`: `$t[16][16] = a[16][block] x w[block / 4][16][4]`, `row` bytes a row of `a`, whose tile `$a` is loaded if it
+/// is `fresh` and else still there; then the product before this one, in `$last`, is stored.
+///
+/// # Safety
+/// Tiles are configured for the block; everything is readable, `last` writable for `[16][16]`.
 macro_rules! product {
     ($name:ident, $t:literal, $w:literal, $a:literal, $last:literal) => {
         #[inline(always)]
@@ -425,16 +449,27 @@ product!(product_1, "tmm1", "tmm3", "tmm5", "tmm0");
 product!(product_2, "tmm0", "tmm2", "tmm6", "tmm1");
 product!(product_3, "tmm1", "tmm3", "tmm7", "tmm0");
 
-#[inline(always)]
-unsafe fn flush(even: bool, t: *mut i32) {
-    // SAFETY: the caller's promises.
-    unsafe {
-        match even {
-            true => asm!("tilestored [{t} + {line}], tmm0", t = in(reg) t, line = in(reg) 64usize, options(nostack, preserves_flags)),
-            false => asm!("tilestored [{t} + {line}], tmm1", t = in(reg) t, line = in(reg) 64usize, options(nostack, preserves_flags)),
+/// `$name`: stores the product `$t`.
+///
+/// # Safety
+/// `to` is writable for `[16][16]`.
+macro_rules! store {
+    ($name:ident, $t:literal) => {
+        #[inline(always)]
+        unsafe fn $name(to: *mut i32) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                asm!(
+                    concat!("tilestored [{to} + {line}], ", $t),
+                    to = in(reg) to, line = in(reg) 64usize,
+                    options(nostack, preserves_flags)
+                )
+            }
         }
-    }
+    };
 }
+store!(store_even, "tmm0");
+store!(store_odd, "tmm1");
 
 /// What `ldtilecfg` reads: rows and bytes a row of each tile.
 #[repr(C, align(64))]
