@@ -83,7 +83,7 @@ fn run(isa: &Isa, name: &str, scheme: Scheme, mode: Mode, (n, k, m): (usize, usi
     }
     let view = TensorView::new(n, k, scheme, &bytes[skip..]).expect("as many bytes as planned");
     let mut acts = Acts::new();
-    acts.reset(m, k, Forms::of(scheme, mode));
+    acts.reset(isa, m, k, Forms::of(scheme, mode));
     let x: Vec<f32> = (0..m * k).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
     acts.write(isa, &x);
     let mut scratch = Scratch::new();
@@ -111,7 +111,7 @@ fn quantization(isa: &Isa) {
     for (m, k, forms) in [(1, 576, one), (1, 1536, one), (256, 576, one), (256, 2048, one), (256, 2048, both)] {
         let x: Vec<f32> = (0..m * k).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
         let mut acts = Acts::new();
-        acts.reset(m, k, forms);
+        acts.reset(isa, m, k, forms);
         let (best, median) = time(|| acts.write(isa, black_box(&x)));
         let each = |t: Duration| t.as_secs_f64() * 1e9 / (m * k) as f64;
         let blocks = if forms.int8_small { "32 and 16" } else { "32" };

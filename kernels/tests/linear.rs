@@ -52,7 +52,7 @@ fn compute(isa: &Isa, w: &Packed, acts: &Acts, mode: Mode, cuts: &[Range<usize>]
 
 fn acts(isa: &Isa, x: &[f32], k: usize, forms: Forms) -> Acts {
     let mut acts = Acts::new();
-    acts.reset(x.len() / k, k, forms);
+    acts.reset(isa, x.len() / k, k, forms);
     acts.write(isa, x);
     acts
 }
@@ -407,7 +407,7 @@ fn parts_may_be_written_by_several_threads() {
     let x: Vec<f32> = (0..m * k).map(|_| rng.float()).collect();
     let whole = acts(Isa::best(), &x, k, EVERY_FORM);
     let mut parts = Acts::new();
-    parts.reset(m, k, EVERY_FORM);
+    parts.reset(Isa::best(), m, k, EVERY_FORM);
     std::thread::scope(|scope| {
         for turn in 0..3 {
             let (parts, x) = (&parts, &x);

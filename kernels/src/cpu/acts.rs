@@ -9,7 +9,8 @@
 //! scale, which makes that row's results NaN and no other's.
 //! Bytes: rows are taken [`MR`] at a time (the last rows `mb = m % MR`), block-major:
 //! `byte(b, r, quad, kk) = b*m*B + (r/MR)*MR*B + (quad*mb + r%MR)*4 + kk`, so that one row is plain
-//! and four rows are read as one stream. Scales and sums are `[blocks][m]`.
+//! and four rows are read as one stream. Where the table's kernels read tiles of rows, and there are rows enough, they
+//! are all plain instead: `byte(b, r, quad, kk) = (b*m + r)*B + quad*4 + kk`. Scales and sums are `[blocks][m]`.
 //! What the middle code 8 of int4 subtracts is kept ready as the start value of 16-bit sums:
 //! `middles[blocks][m]` holds `-8 * sum` over the columns with `k % 4 < 2` (low 16 bits) and over the
 //! others (high 16 bits).
@@ -28,6 +29,9 @@ use quern_models::{Mini, Scheme};
 
 /// Rows of an activation block, and of a register tile.
 pub const MR: usize = 4;
+
+/// Rows that a kernel of plain rows reads at a time.
+pub(crate) const TILE: usize = 16;
 
 /// Largest |x| of a block that is quantized to zeros; below it 127 / max|x| could overflow.
 pub(crate) const TINY: f32 = 1e-35;
@@ -105,6 +109,8 @@ pub struct Int8 {
     m: usize,
     block: usize,
     blocks: usize,
+    /// All rows are plain.
+    plain: bool,
     q: Buf<i8>,
     scales: Buf<f32>,
     sums: Buf<i32>,
@@ -126,8 +132,8 @@ impl Acts {
         Acts::default()
     }
 
-    /// Makes room for `m` rows of `k` columns, all to be written again. Allocates only to grow.
-    pub fn reset(&mut self, m: usize, k: usize, forms: Forms) {
+    /// Makes room for `m` rows of `k` columns, all to be written again with this table. Allocates only to grow.
+    pub fn reset(&mut self, isa: &Isa, m: usize, k: usize, forms: Forms) {
         self.m = m;
         self.k = k;
         self.forms = forms;
@@ -139,10 +145,10 @@ impl Acts {
             self.x.reserve(m * self.stride);
         }
         if forms.int8 {
-            self.int8.reset(m, k, BLOCK);
+            self.int8.reset(isa, m, k, BLOCK);
         }
         if forms.int8_small {
-            self.int8_small.reset(m, k, SMALL_BLOCK);
+            self.int8_small.reset(isa, m, k, SMALL_BLOCK);
         }
     }
 
@@ -233,10 +239,12 @@ impl Acts {
 }
 
 impl Int8 {
-    fn reset(&mut self, m: usize, k: usize, block: usize) {
+    fn reset(&mut self, isa: &Isa, m: usize, k: usize, block: usize) {
         let blocks = k.div_ceil(block);
         (self.m, self.block, self.blocks) = (m, block, blocks);
-        self.q.reserve(m * blocks * block);
+        self.plain = (isa.plain)(m);
+        // A tile of plain rows is read whole, past the last one.
+        self.q.reserve((m * blocks + if self.plain { TILE } else { 0 }) * block);
         self.scales.reserve(m * blocks);
         self.sums.reserve(m * blocks);
         self.middles.reserve(m * blocks);
@@ -288,6 +296,9 @@ impl Int8 {
     /// Byte of the first quad of (row, block), and bytes from one quad to the next.
     #[inline]
     fn quads(&self, row: usize, b: usize) -> (usize, usize) {
+        if self.plain {
+            return ((b * self.m + row) * self.block, 4);
+        }
         let first = row / MR * MR;
         let mb = (self.m - first).min(MR);
         ((b * self.m + first) * self.block + row % MR * 4, mb * 4)
@@ -312,7 +323,14 @@ impl Int8 {
         unsafe { (*self.scales.ptr().add(i), *self.sums.ptr().add(i)) }
     }
 
-    /// Values of rows `first..` (`first` a multiple of [`MR`]) in block `b`.
+    /// Rows are plain: a tile of [`TILE`] is readable from any of them.
+    #[inline]
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+    pub(crate) fn plain(&self) -> bool {
+        self.plain
+    }
+
+    /// Values of rows `first..` in block `b`; if they are not plain, `first` is a multiple of [`MR`].
     #[inline]
     pub(crate) fn q_ptr(&self, first: usize, b: usize) -> *const i8 {
         self.q.ptr().wrapping_add((b * self.m + first) * self.block)

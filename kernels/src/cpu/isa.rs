@@ -56,6 +56,8 @@ pub struct Isa {
     pub(crate) int8_f32: IntLinear,
     pub(crate) float: FloatLinear,
     pub(crate) peak: Peak,
+    /// int8 values of so many activation rows are kept as plain rows ([`super::acts`]).
+    pub(crate) plain: fn(m: usize) -> bool,
     /// Kernels of integer weights compute the wanted half of a panel only.
     pub(crate) strips: bool,
     /// Most activation rows of a unit of work: what a panel's codes are unpacked for.

@@ -12,6 +12,7 @@ pub(crate) static ISA: Isa = Isa {
     executed: true,
     detected: || true,
     quantize,
+    plain: |_| false,
     int4_int8: int_int8,
     int4_f32: int_f32,
     int8_int8: int_int8,

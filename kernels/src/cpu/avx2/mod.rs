@@ -29,6 +29,7 @@ pub(crate) static ISA: Isa = Isa {
     executed: true,
     detected,
     quantize: quantize::block,
+    plain: |_| false,
     int4_int8: int4::panel::<false>,
     int4_f32: exact::panel,
     int8_int8: int8::panel::<false>,

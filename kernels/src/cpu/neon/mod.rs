@@ -31,6 +31,7 @@ pub(crate) static ISA: Isa = Isa {
     executed: true,
     detected,
     quantize: quantize::block,
+    plain: |_| false,
     int4_int8: dot::panel::<4>,
     int4_f32: exact::panel,
     int8_int8: dot::panel::<8>,

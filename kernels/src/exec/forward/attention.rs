@@ -101,7 +101,7 @@ impl Forward {
         let file = self.file.clone();
         let w = file.view(self.layers[layer].o);
         let k = w.k;
-        self.bufs.acts.reset(m, k, Forms::of(w.scheme, self.mode));
+        self.bufs.acts.reset(self.isa, m, k, Forms::of(w.scheme, self.mode));
         let (isa, acts, from) = (self.isa, &self.bufs.acts, &self.bufs.attended);
         let order = &self.layers[layer].o_order;
         let threads = PerThread::new(&mut self.bufs.threads);

@@ -205,7 +205,7 @@ impl Forward {
         fill: &(dyn Fn(usize, &mut [f32]) + Sync),
     ) {
         let forms = readers.iter().map(|w| Forms::of(w.scheme, self.mode)).reduce(Forms::and);
-        self.bufs.acts.reset(m, k, forms.expect("somebody reads it"));
+        self.bufs.acts.reset(self.isa, m, k, forms.expect("somebody reads it"));
         let (isa, acts) = (self.isa, &self.bufs.acts);
         let threads = PerThread::new(&mut self.bufs.threads);
         Self::rows(&self.team, &mut self.regions, m, &|t, row| {

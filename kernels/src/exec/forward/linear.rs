@@ -114,9 +114,9 @@ impl Linear<'_> {
                 if unit >= panels * chunks {
                     return;
                 }
-                let start = unit % chunks * rows;
+                let start = unit / panels * rows;
                 if start < m {
-                    f(t, unit / chunks, start..(start + rows).min(m));
+                    f(t, unit % panels, start..(start + rows).min(m));
                 }
             }
         });

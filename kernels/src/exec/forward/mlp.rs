@@ -28,7 +28,7 @@ impl Forward {
     fn up(&mut self, layer: usize, m: usize) {
         let tensors = self.layers[layer].block();
         let (gate, up) = (tensors.gate.map(|t| self.file.view(t)), self.file.view(tensors.up));
-        self.bufs.inner.reset(m, up.n, Forms::of(self.file.view(tensors.down).scheme, self.mode));
+        self.bufs.inner.reset(self.isa, m, up.n, Forms::of(self.file.view(tensors.down).scheme, self.mode));
         let (isa, simd, mode, kind) = (self.isa, self.simd, self.mode, tensors.act);
         let (acts, inner) = (&self.bufs.acts, &self.bufs.inner);
         let threads = PerThread::new(&mut self.bufs.threads);

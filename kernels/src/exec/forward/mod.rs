@@ -322,7 +322,7 @@ impl Forward {
             }
         };
         let hidden = self.file.spec().hidden;
-        self.bufs.acts.reset(m, hidden, forms);
+        self.bufs.acts.reset(self.isa, m, hidden, forms);
         let (isa, simd, acts, x) = (self.isa, self.simd, &self.bufs.acts, &self.bufs.x);
         let threads = PerThread::new(&mut self.bufs.threads);
         Self::rows(&self.team, &mut self.regions, m, &|t, row| {
