@@ -457,7 +457,8 @@ impl Forward {
             norm(ops, &layer.mlp_in, bufs.x.ptr(), None, &bufs.hidden, hidden, m)?;
             let inner = shape.mlp.inner();
             match (&layer.mlp, &*mixing) {
-                (MlpWeights::One(Block { up, up_bias, act, down, down_bias }), _) => {
+                (MlpWeights::One(block), _) => {
+                    let Block { up, up_bias, act, down, down_bias } = &**block;
                     let (to, bias) = (bufs.up.ptr(), up_bias.as_ref().map(Buffer::ptr));
                     let out = Output::Store { to, stride: up.len() * inner, bias };
                     linear.run(&up.iter().collect::<Vec<_>>(), &bufs.hidden, m, out)?;

@@ -93,8 +93,8 @@ pub(super) struct LayerWeights {
 
 /// The feed-forward half of a layer.
 pub(super) enum MlpWeights {
-    One(Block),
-    Experts(Experts),
+    One(Box<Block>),
+    Experts(Box<Experts>),
 }
 
 /// One block for all tokens.
@@ -401,16 +401,16 @@ impl Load<'_> {
             attn_out: self.after(&name("attn_post_norm"), &layer.attn_post_norm)?,
             mlp_in: self.input(&name("mlp_norm"), &layer.mlp_norm, order(mlp_order, "mlp_order"))?,
             mlp: match layer.mlp {
-                Mlp::Gated { act, bias, .. } => MlpWeights::One(self.block(i, &["gate", "up"], act, bias)?),
-                Mlp::Plain { act, bias, .. } => MlpWeights::One(self.block(i, &["up"], act, bias)?),
-                Mlp::Experts { experts, top, act, normalized, .. } => MlpWeights::Experts(Experts {
+                Mlp::Gated { act, bias, .. } => MlpWeights::One(Box::new(self.block(i, &["gate", "up"], act, bias)?)),
+                Mlp::Plain { act, bias, .. } => MlpWeights::One(Box::new(self.block(i, &["up"], act, bias)?)),
+                Mlp::Experts { experts, top, act, normalized, .. } => MlpWeights::Experts(Box::new(Experts {
                     router: self.matrix(&name("router"))?,
                     up: [self.experts(i, experts, "gate")?, self.experts(i, experts, "up")?],
                     act,
                     down: self.experts(i, experts, "down")?,
                     shape: route::Shape { experts, top },
                     normalized,
-                }),
+                })),
             },
             mlp_out: self.after(&name("mlp_post_norm"), &layer.mlp_post_norm)?,
         })

@@ -64,7 +64,7 @@ impl Forward {
         let forms = Forms::of(router.scheme, self.mode);
         // One row has one input for all.
         let forms = if m == 1 { forms.and(self.forms(&experts.schemes[0])) } else { forms };
-        self.bufs.acts.reset(m, hidden, forms);
+        self.bufs.acts.reset(self.isa, m, hidden, forms);
         bufs.normed.resize(m * hidden, 0.0);
         let (isa, simd, acts, x) = (self.isa, self.simd, &self.bufs.acts, &self.bufs.x);
         let normed = Disjoint::new(&mut bufs.normed);
@@ -112,9 +112,12 @@ impl Forward {
             inputs.resize_with(all.len(), Acts::new);
             inner.resize_with(all.len(), Acts::new);
         }
-        inner.iter_mut().zip(all).for_each(|(acts, group)| acts.reset(group.rows.len(), experts.inner, down_forms));
+        inner
+            .iter_mut()
+            .zip(all)
+            .for_each(|(acts, group)| acts.reset(isa, group.rows.len(), experts.inner, down_forms));
         if m > 1 {
-            inputs.iter_mut().zip(all).for_each(|(acts, group)| acts.reset(group.rows.len(), hidden, forms));
+            inputs.iter_mut().zip(all).for_each(|(acts, group)| acts.reset(isa, group.rows.len(), hidden, forms));
             let inputs = &*inputs;
             Self::rows(&self.team, &mut self.regions, groups.pairs(), &|_, pair| {
                 let (row, group) = groups.of(pair);
