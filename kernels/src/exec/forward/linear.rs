@@ -91,7 +91,8 @@ impl Linear<'_> {
     /// Runs `f(thread, panel, rows)` so that every panel meets every row once.
     ///
     /// Few rows: a contiguous share of the panels per thread, as the memory likes it, and threads that are done
-    /// take over from others. Many: units of some rows, taken by whoever is free.
+    /// take over from others. Many: units of some rows, taken by whoever is free, all panels of some rows before
+    /// the next rows, which then stay in the cache.
     pub fn units(
         isa: &Isa,
         team: &Team,
