@@ -14,6 +14,7 @@ use quern_kernels::{
     cuda::{
         Buffer, Device, Linear, Output, Upload, Weight,
         acts::{Acts, Form},
+        route::{Route, Routes, Shape},
     },
 };
 use quern_models::{FloatType, Scheme, ZeroKind};
@@ -160,5 +161,57 @@ fn linear_layers_move_what_they_must() {
             assert!(passes <= 1.1, "{scheme} m = {m}: {passes} passes over shared memory");
             assert!(sectors <= 1.2, "{scheme} m = {m}: {sectors} sectors");
         }
+    }
+}
+
+/// Of a layer of experts only those move that some row has, once each while a tile holds their rows.
+#[test]
+fn experts_move_what_was_picked() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let gpu = quern_vgpu::load();
+    gpu.set("sms", "4");
+    let device = Device::open(0).expect("the virtual GPU");
+    let (linear, route) = (Linear::new(&device).expect("kernels"), Route::new(&device).expect("kernels"));
+    let (n, k, shape) = (128, 2048, Shape { experts: 6, top: 2 });
+    let scheme = Scheme::Int { bits: 4, group: 64, zero: ZeroKind::Mid, scale: FloatType::F16 };
+    let experts: Vec<Packed> =
+        (0..shape.experts).map(|e| Packed::random(&mut Rng(e as u64 + 1), n, k, scheme)).collect();
+    let views: Vec<_> = experts.iter().map(Packed::view).collect();
+    // The two that each row picks: three experts of six in all, of 1, 5 and 6 rows.
+    let picks = [[4, 1], [4, 5], [5, 4], [5, 4], [4, 5], [5, 4]];
+    let m = picks.len();
+    let mut logits = vec![0.0; m * shape.experts];
+    for (row, [first, second]) in picks.into_iter().enumerate() {
+        logits[row * shape.experts + first] = 2.0;
+        logits[row * shape.experts + second] = 1.0;
+    }
+    let logits = Buffer::of(&device, "logits", &logits).expect("memory");
+    let routes = Routes::new(&device, shape, m).expect("memory");
+    for form in [Form::F16, Form::Int8] {
+        let mut upload = Upload::new(&device, Box::new(|_| {})).expect("an upload");
+        let weight = Weight::upload_experts(&mut upload, &views, form).expect("weights");
+        let room = shape.room(m);
+        let mut acts = Acts::new(&device, form, room, k).expect("memory");
+        acts.h.fill(0).expect("filled");
+        acts.factors.fill(0).expect("filled");
+        acts.sums.fill(0).expect("filled");
+        acts.int8.q.fill(0).expect("filled");
+        acts.int8.levels.fill(0).expect("filled");
+        let to = Buffer::<f32>::new(&device, "outputs", room * n).expect("memory");
+        let tiles = route.run(logits.ptr(), shape, true, false, &routes, m).expect("routes");
+        device.synchronize().expect("done");
+        gpu.set("traffic", "on");
+        gpu.stats();
+        linear.run_experts(&[&weight], &acts, &tiles, to.ptr(), n).expect("run");
+        device.synchronize().expect("done");
+        gpu.set("traffic", "off");
+        let stats = gpu.stats();
+        let moved: u64 = stats.values().map(|r| r.count("unique_read") + r.count("unique_written")).sum();
+        let input = if form == Form::Int8 { k + k / 32 * 8 } else { k * 2 };
+        let pairs = m * shape.top;
+        let least = 3 * Weight::bytes(&views[0], form) + pairs * (input + n * 4);
+        let ratio = moved as f64 / least as f64;
+        println!("3 of 6 experts [{n}, {k}] {scheme}, {pairs} rows, {form:?}: {ratio:.3} of the bytes that must move");
+        assert!((0.99..=1.05).contains(&ratio), "{form:?}: {moved} bytes, {least} must move");
     }
 }

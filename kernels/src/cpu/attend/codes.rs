@@ -51,7 +51,7 @@ impl Storage for Codes {
             for (first, len) in s.tiles() {
                 let q = s.q.cast::<[i16; 2]>().add(first * d / 2).cast_const();
                 let (unit, t) = (s.q_unit.add(first).cast_const(), s.tile(first));
-                let full = g.cap.is_none() && (all || g.full(first / g.heads, (first + len - 1) / g.heads, start));
+                let full = all || g.full(first / g.heads, (first + len - 1) / g.heads, start);
                 if first == 0 && at != next {
                     scores_of::<V, true>(len, q, unit, at, next, full, t);
                 } else {
@@ -59,7 +59,9 @@ impl Storage for Codes {
                 }
                 if !full {
                     let scales = at.cast::<u16>().add(BLOCK);
-                    g.cap_scores::<V>(s, first..first + len);
+                    if g.cap.is_some() {
+                        g.cap_scores::<V>(s, first..first + len);
+                    }
                     (first..first + len).for_each(|v| V::code_some(g.sees_of(v / g.heads, start), scales, s.tile(v)));
                 }
             }

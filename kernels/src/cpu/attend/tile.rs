@@ -112,6 +112,7 @@ impl Group<'_> {
     ///
     /// # Safety
     /// The CPU can run `V`; there are these vectors.
+    #[cold]
     pub unsafe fn cap_scores<V: Loops>(&self, s: &State, vectors: Range<usize>) {
         if let Some(cap) = self.cap() {
             // SAFETY: the caller's promise.
@@ -154,10 +155,11 @@ impl Group<'_> {
         a.start..b.end
     }
 
-    /// Whether rows `first..=last` all see the whole block starting at `start`.
+    /// Whether rows `first..=last` all see the whole block starting at `start`, and scores go into the softmax as they
+    /// are: a cap takes the way of rows that do not see all.
     pub fn full(&self, first: usize, last: usize, start: usize) -> bool {
         let [a, b] = self.edges(first, last);
-        b.start <= start && a.end >= start + BLOCK
+        b.start <= start && a.end >= start + BLOCK && self.cap.is_none()
     }
 
     /// Tokens of the block starting at `start` that rows `first..=last` all see, relative to it.
@@ -451,9 +453,7 @@ impl<E: Element> Storage for E {
                 for (first, len) in s.tiles() {
                     let t = s.tile(first);
                     match len {
-                        _ if g.cap.is_some()
-                            || !(full || g.full(first / g.heads, (first + len - 1) / g.heads, start)) =>
-                        {
+                        _ if !(full || g.full(first / g.heads, (first + len - 1) / g.heads, start)) => {
                             weigh_seen::<V>(g, s, start, first..first + len);
                         }
                         1 => V::weigh_all::<1>(t),
@@ -523,8 +523,10 @@ unsafe fn two_scores_of<V: Loops, E: Element, const AHEAD: bool>(
 /// # Safety
 /// As [`Storage::block`]; scores of these vectors are there.
 unsafe fn weigh_seen<V: Loops>(g: &Group, s: &State, start: usize, vectors: Range<usize>) {
-    // SAFETY: the caller's promise.
-    unsafe { g.cap_scores::<V>(s, vectors.clone()) };
+    if g.cap.is_some() {
+        // SAFETY: the caller's promise.
+        unsafe { g.cap_scores::<V>(s, vectors.clone()) };
+    }
     for v in vectors {
         let sees = g.sees_of(v / g.heads, start);
         if !sees.is_empty() {
@@ -599,8 +601,7 @@ pub(super) unsafe fn all_scores<V: Loops, E: Element>(
         // SAFETY: as the caller's; offsets stay in the arrays because first + len <= vectors.
         unsafe {
             let (q, t) = (s.q.add(first * s.all.d), s.tile(first));
-            // A cap comes between the scores and the softmax.
-            let full = g.cap.is_none() && (full || g.full(first / g.heads, (first + len - 1) / g.heads, start));
+            let full = full || g.full(first / g.heads, (first + len - 1) / g.heads, start);
             if first == 0 && k != next {
                 scores_of::<V, E, true>(len, q, k, next.cast(), full, t);
             } else {
