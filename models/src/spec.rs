@@ -259,6 +259,9 @@ pub enum Mlp {
 /// Most experts of a layer.
 pub const MAX_EXPERTS: usize = 1024;
 
+/// Most experts of all layers: a list of their tensors stays small.
+const MAX_ALL_EXPERTS: usize = 1 << 17;
+
 /// Most experts that a token may have.
 pub const MAX_TOP: usize = 64;
 
@@ -373,6 +376,14 @@ impl ModelSpec {
             if !(eps.is_finite() && eps >= 0.0) {
                 return Err(SpecError(format!("a norm's eps is {eps}, expected a finite number of at least 0")));
             }
+        }
+        let experts = self.layers.iter().map(|l| match l.mlp {
+            Mlp::Experts { experts, .. } => experts.min(MAX_SIZE),
+            _ => 0,
+        });
+        let experts: usize = experts.sum();
+        if experts > MAX_ALL_EXPERTS {
+            return Err(SpecError(format!("{experts} experts in all layers, expected up to {MAX_ALL_EXPERTS}")));
         }
         for (i, layer) in self.layers.iter().enumerate() {
             let Attn::Gqa { heads, kv_heads, head_dim, scale, rope, window, cap, qk_norm, .. } = &layer.attn;

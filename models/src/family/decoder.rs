@@ -133,6 +133,8 @@ impl Decoder {
             draft_head: None,
         };
         let warnings = config.finish()?;
+        // Before a list is made of as many tensors as the config says.
+        spec.check().map_err(|e| FamilyError::Spec(e.to_string()))?;
         Ok(FamilyPlan {
             rules: self.rules(),
             spec,

@@ -226,6 +226,9 @@ fn mixtures_are_in_the_layers_that_say_so() {
     assert_eq!(mixed(json!({"num_experts": 0})), [false; 4]);
     let error = plan_error(&config(json!({"model_type": "mixtral", "num_experts_per_tok": 9})));
     assert!(error.contains("layer 0: top is 9, expected 1 to 8"), "{error}");
+    let many = json!({"model_type": "qwen3_moe", "num_hidden_layers": 4096, "num_experts": 4000000000u32});
+    let error = plan_error(&config(many));
+    assert!(error.contains("experts in all layers, expected up to 131072"), "{error}");
     let error = plan_error(&config(json!({"model_type": "qwen3_moe", "mlp_only_layers": "all"})));
     assert!(error.contains("mlp_only_layers: expected a list of whole numbers"), "{error}");
 }
