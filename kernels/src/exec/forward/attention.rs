@@ -5,7 +5,7 @@ use quern_models::{TensorView, spec::Attn};
 use super::{
     Forward, Plan,
     linear::{Linear, PerThread},
-    tensors::{add_bias, gather},
+    tensors::gather,
 };
 use crate::{
     cpu::{
@@ -19,18 +19,9 @@ use crate::{
 };
 
 impl Forward {
-    pub(super) fn qkv(&mut self, layer: usize, m: usize) {
+    pub(super) fn qkv(&mut self, layer: usize) {
         let tensors = &self.layers[layer];
         let weights = tensors.qkv.map(|t| self.file.view(t));
-        let stride: usize = weights.iter().map(|w| w.n).sum();
-        self.bufs.qkv.resize(m * stride, 0.0);
-        let out = Disjoint::new(&mut self.bufs.qkv);
-        let store = |row: usize, at: usize, tile: &[f32]| {
-            // SAFETY: a unit writes its own panel of its own rows.
-            let to = unsafe { out.part(row * stride + at..row * stride + at + tile.len()) };
-            to.copy_from_slice(tile);
-            add_bias(to, &tensors.qkv_bias, at);
-        };
         let mut run = Linear {
             isa: self.isa,
             mode: self.mode,
@@ -38,7 +29,7 @@ impl Forward {
             regions: &mut self.regions,
             threads: &mut self.bufs.threads,
         };
-        run.linears(&weights, &self.bufs.acts, &store);
+        run.store(&weights, &self.bufs.acts, &tensors.qkv_bias, &mut self.bufs.qkv);
     }
 
     pub(super) fn rope_and_append(&mut self, layer: usize, plan: &Plan) {
@@ -128,15 +119,6 @@ impl Forward {
             Half::Mlp => &tensors.mlp_out,
         } {
             let m = acts.m();
-            let from = &mut self.bufs.half;
-            from.resize(m * hidden, 0.0);
-            let out = Disjoint::new(from);
-            let store = |row: usize, at: usize, tile: &[f32]| {
-                // SAFETY: a unit writes its own panel of its own rows.
-                let to = unsafe { out.part(row * hidden + at..row * hidden + at + tile.len()) };
-                to.copy_from_slice(tile);
-                add_bias(to, bias, at);
-            };
             let mut run = Linear {
                 isa: self.isa,
                 mode: self.mode,
@@ -144,7 +126,7 @@ impl Forward {
                 regions: &mut self.regions,
                 threads: &mut self.bufs.threads,
             };
-            run.linears(std::slice::from_ref(w), acts, &store);
+            run.store(std::slice::from_ref(w), acts, bias, &mut self.bufs.half);
             let (simd, from, x) = (self.simd, &self.bufs.half, Disjoint::new(&mut self.bufs.x));
             let threads = PerThread::new(&mut self.bufs.threads);
             return Self::rows(&self.team, &mut self.regions, m, &|t, row| {

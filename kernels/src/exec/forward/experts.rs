@@ -77,8 +77,6 @@ impl Forward {
             unsafe { acts.write_row(isa, row, to) }
         });
         let count = router.n;
-        bufs.logits.resize(m * count, 0.0);
-        let logits = Disjoint::new(&mut bufs.logits);
         let mut run = Linear {
             isa,
             mode: self.mode,
@@ -86,10 +84,7 @@ impl Forward {
             regions: &mut self.regions,
             threads: &mut self.bufs.threads,
         };
-        run.linears(&[router], acts, &|row, at, tile| {
-            // SAFETY: a unit writes its own panel of its own rows.
-            unsafe { logits.part(row * count + at..row * count + at + tile.len()) }.copy_from_slice(tile);
-        });
+        run.store(&[router], acts, &[], &mut bufs.logits);
         let (top, normalized) = (experts.top, experts.normalized);
         bufs.picks.resize(m * top, Pick::default());
         let (picks, logits) = (Disjoint::new(&mut bufs.picks), &bufs.logits);

@@ -9,13 +9,12 @@ use quern_models::{ModelFile, TensorView, spec::HeadKind};
 use super::{
     Forward,
     linear::{Linear, PerThread},
-    tensors::{Input, add_bias, index, vector},
+    tensors::{Input, index, vector},
 };
 use crate::{
     cpu::acts::Forms,
     exec::{ChunkOutput, Fed, Output, Plan},
     sample::{History, sample_allowed},
-    team::Disjoint,
 };
 
 /// A matrix of one of several files.
@@ -220,15 +219,6 @@ impl Forward {
 
     /// `out = w * acts + bias`, `[rows of acts][n]`.
     fn dense(&mut self, w: &TensorView, bias: &[f32], out: &mut Vec<f32>) {
-        let n = w.n;
-        out.resize(self.bufs.acts.m() * n, 0.0);
-        let to = Disjoint::new(out);
-        let store = |row: usize, at: usize, tile: &[f32]| {
-            // SAFETY: a unit writes its own panel of its own rows.
-            let to = unsafe { to.part(row * n + at..row * n + at + tile.len()) };
-            to.copy_from_slice(tile);
-            add_bias(to, bias, at);
-        };
         let mut run = Linear {
             isa: self.isa,
             mode: self.mode,
@@ -236,7 +226,7 @@ impl Forward {
             regions: &mut self.regions,
             threads: &mut self.bufs.threads,
         };
-        run.linears(std::slice::from_ref(w), &self.bufs.acts, &store);
+        run.store(std::slice::from_ref(w), &self.bufs.acts, bias, out);
     }
 
     /// Keys and values of the model's states for a block to see, with nothing back; `None`: it is another kind, or the
@@ -264,7 +254,7 @@ impl Forward {
                     false => out.iter_mut().zip(&order).for_each(|(out, &j)| *out = row[j as usize]),
                 }
             });
-            self.qkv(i, m);
+            self.qkv(i);
             self.rope_and_append(i, plan);
         }
         self.guess = Some(guess);

@@ -7,7 +7,7 @@ use std::{
 
 use quern_models::{PANEL, TensorView};
 
-use super::{Forward, ThreadBuffers};
+use super::{Forward, ThreadBuffers, tensors::add_bias};
 use crate::{
     cpu::{
         acts::{Acts, MR, Mode, block},
@@ -41,7 +41,21 @@ impl Linear<'_> {
         self.run(weights, acts, halves, put);
     }
 
-    /// The same with whole panels: `put` is called once for each.
+    /// Several weights on one input, side by side in the rows of `to`, `[rows of acts][sum of n]`, with their biases
+    /// behind each other (or none: empty).
+    pub fn store(&mut self, weights: &[TensorView], acts: &Acts, bias: &[f32], to: &mut Vec<f32>) {
+        let stride: usize = weights.iter().map(|w| w.n).sum();
+        to.resize(acts.m() * stride, 0.0);
+        let to = Disjoint::new(to);
+        self.linears(weights, acts, &|row, at, tile| {
+            // SAFETY: a unit writes its own panel of its own rows.
+            let to = unsafe { to.part(row * stride + at..row * stride + at + tile.len()) };
+            to.copy_from_slice(tile);
+            add_bias(to, bias, at);
+        });
+    }
+
+    /// As [`Linear::linears`] with whole panels of one: `put` is called once for each.
     pub fn panels(&mut self, weight: &TensorView, acts: &Acts, put: &(dyn Fn(usize, usize, &[f32]) + Sync)) {
         self.run(std::slice::from_ref(weight), acts, false, put);
     }

@@ -226,7 +226,7 @@ impl Forward {
             if i > 0 || !wide {
                 self.norm_into_acts(Readers::Attention(i), None, m);
             }
-            self.qkv(i, m);
+            self.qkv(i);
             self.rope_and_append(i, plan);
             self.attend(i, plan, m);
             self.output(i, m);
