@@ -273,14 +273,6 @@ impl Mlp {
         }
     }
 
-    /// Blocks that a token goes through, side by side.
-    pub fn top(&self) -> usize {
-        match *self {
-            Mlp::Gated { .. } | Mlp::Plain { .. } => 1,
-            Mlp::Experts { top, .. } => top,
-        }
-    }
-
     /// Whether a router picks blocks.
     pub fn routed(&self) -> bool {
         matches!(self, Mlp::Experts { .. })

@@ -173,7 +173,7 @@ fn mixture(tensors: &Tensors, top: usize, kind: Act, normalized: bool, x: &[f32]
     softmax(&mut weights);
     let mut picked: Vec<usize> = (0..logits.len()).collect();
     // Stable: of equal ones the lower first.
-    picked.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+    picked.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).expect("a logit is a number"));
     picked.truncate(top);
     let all: f64 = if normalized { picked.iter().map(|&e| weights[e]).sum() } else { 1.0 };
     let mut out = vec![0.0; x.len()];
