@@ -370,10 +370,10 @@ impl ModelSpec {
             }
         }
         let experts = self.layers.iter().map(|l| match l.mlp {
-            Mlp::Experts { experts, .. } => experts.min(MAX_SIZE),
+            Mlp::Experts { experts, .. } => experts,
             _ => 0,
         });
-        let experts: usize = experts.sum();
+        let experts = experts.fold(0, usize::saturating_add);
         if experts > MAX_ALL_EXPERTS {
             return Err(SpecError(format!("{experts} experts in all layers, expected up to {MAX_ALL_EXPERTS}")));
         }

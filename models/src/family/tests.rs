@@ -228,7 +228,7 @@ fn mixtures_are_in_the_layers_that_say_so() {
     assert!(error.contains("layer 0: top is 9, expected 1 to 8"), "{error}");
     let many = json!({"model_type": "qwen3_moe", "num_hidden_layers": 4096, "num_experts": 4000000000u32});
     let error = plan_error(&config(many));
-    assert!(error.contains("experts in all layers, expected up to 131072"), "{error}");
+    assert!(error.contains("16384000000000 experts in all layers, expected up to 131072"), "{error}");
     let error = plan_error(&config(json!({"model_type": "qwen3_moe", "mlp_only_layers": "all"})));
     assert!(error.contains("mlp_only_layers: expected a list of whole numbers"), "{error}");
 }
